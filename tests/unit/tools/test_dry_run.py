@@ -131,18 +131,6 @@ def test_a_timestamped_folder_is_not_created_and_settings_of_the_start_point_are
     assert re.search(rf"(?m)^  hidden_size +32 +taken from {made}/checkpoints/step_1_ckp$", show(*own))
 
 
-def test_the_separator_of_the_data_is_not_attributed_to_the_weights(tmp_path: Path, show: Show) -> None:
-    data = write_two_datasets(tmp_path / "data")
-    (data / "first" / "prepare.json").write_text('{"tokenizer": {"end_of_text": 0}}')
-    train(tmp_path / "run", f"data_path={data}", "datasets=first", "run_steps=1")
-    flags = [f"--data_path={data}", "--datasets=first", "--num_steps=4"]
-    weights = [f"--ckpt_save_path={tmp_path}/other", f"--ckpt_load_path={tmp_path}/run/checkpoints/step_1_ckp"]
-    text = show(*flags, *weights, "--weights_only=true")
-    assert re.search(r"(?m)^  sep_token +0 +follows from other settings or the data$", text)
-    text = show(*flags, f"--ckpt_save_path={tmp_path}/run")
-    assert re.search(r"(?m)^  sep_token +0 +taken from .*step_1_ckp$", text)
-
-
 Spoil = Callable[[Path, pytest.MonkeyPatch], object]
 
 

@@ -138,16 +138,6 @@ def test_a_missing_package_is_one_error_that_names_it(tmp_path: Path, monkeypatc
 # A damaged record leaves a note, and the others are read
 
 
-def test_a_whole_run_is_read_without_a_note(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path), "a")
-    assert run.notes == [] and (run.state, run.reason) == ("finished", "40 of 40 steps are done")
-    assert len(run.training) == 20 and run.evaluations["evaluation_loss"].tolist() == [4.5, 4.2]
-    assert [each["event"] for each in run.events[:3]] == ["start", "phase", "skip"]
-    assert run.settings["model.hidden_size"] == "16"
-    assert [record["packages.torch"] for record in run.environments] == ["2.12", "2.13"]
-    assert np.diff(run.training["time"]).tolist() == [2.0] * 19
-
-
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_folders_of_earlier_versions_are_read(form: str) -> None:
     run = read_run(ROOT / "tests" / "golden" / "run" / form, "a")

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
@@ -119,15 +117,6 @@ def test_a_text_with_a_bad_later_part_is_skipped_completely(
         decoded = [load_tokenizer(tmp_path).decode(row) for row in rows(summary.folder)]
         assert decoded == ["one " * 50, "three " * 50]
         assert summary.bad_record_names[0].startswith("b.txt: not UTF-8 at byte 200 (0xff")
-
-
-def test_rows_of_token_ids_with_a_missing_token_are_left_out(config: PrepareConfig, tmp_path: Path) -> None:
-    ids = pa.array([[1, 2], [3, None], [4]], pa.list_(pa.int32()))
-    pq.write_table(pa.table({"ids": ids}), tmp_path / "ids.parquet")
-    config = replace(config, input_path=(str(tmp_path / "ids.parquet"),), text_field="ids", bad_records="skip")
-    summary = prepare(config)
-    assert rows(summary.folder) == [[1, 2], [4]]
-    assert summary.bad_record_names[0].startswith("ids.parquet, row 1: a token is missing (null)")
 
 
 def test_an_input_without_good_records_is_an_error(config: PrepareConfig, tmp_path: Path) -> None:

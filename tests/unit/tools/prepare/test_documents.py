@@ -49,14 +49,6 @@ def test_every_line_belongs_to_exactly_one_range(
     assert texts_of(document for some in ranges for document in some) == texts
 
 
-def test_in_a_range_rows_are_counted_from_a_byte(tmp_path: Path) -> None:
-    good = json_lines(["a"] * 10)
-    file = one(tmp_path / "a.jsonl", good + b"nonsense\n")
-    with pytest.raises(DataError) as error:
-        read(file, "text", len(good) - 20, file.size)
-    assert str(error.value).startswith(f"{file.path} from byte {len(good) - 14}, row 2: not valid JSON")
-
-
 def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     name = "a.txt.zst"
     with pytest.raises(DataError, match="No such file") as error:

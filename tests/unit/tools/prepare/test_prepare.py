@@ -20,12 +20,11 @@ from unit.tools.prepare.prepare_files import contents, json_lines, packed, prepa
 
 from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError, PretrainError
-from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import console, documents, encode, token_files, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.console import suggested_variant, training_flags
-from pretraining.tools.prepare.prepare import _cores_of_this_process, prepare
+from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.prepare.records import Counts
 
 CaptureFixture = pytest.CaptureFixture[str]
@@ -138,7 +137,9 @@ def test_the_second_call_finds_everything_done(
     capsys.readouterr()
     assert prepare(replace(config, num_workers=1)) == first
     assert "already prepared" in caplog.text
-    assert "--sep_token=0" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "--sep_token=0" in printed and "  separator  '<|endoftext|>' (0)\n" in printed
+    assert "--vocab_size" not in printed, "training takes the tokenizer's, rounded up"
     assert contents(Path(config.output_path)) == before
 
 
@@ -235,21 +236,6 @@ def test_ids_of_files_with_different_types_use_the_widest_type(tmp_path: Path) -
     assert rows(summary.folder) == [[1, 2], [70_000], [3]]
     assert (summary.vocab_size, stored_type(summary.folder)) == (70_001, pa.uint32())
     assert "--vocab_size=70016" in training_flags(summary, None), "no tokenizer gives it; rounded up, it is faster"
-
-
-def test_the_end_of_text_token_is_printed_as_text(
-    config: PrepareConfig, tmp_path: Path, capsys: CaptureFixture
-) -> None:
-    tokenizer = train_tokenizer(TEXTS, 300)
-    tokenizer.library.add_special_tokens(["<|im_end|>"])
-    (tmp_path / "chat").mkdir()
-    (tmp_path / "chat/tokenizer.json").write_text(tokenizer.library.to_str())
-    (tmp_path / "chat/tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    summary = prepare(replace(config, tokenizer_path=str(tmp_path / "chat")))
-    printed = capsys.readouterr().out
-    assert f"  separator  '<|im_end|>' ({summary.end_of_text})" in printed
-    assert f"--sep_token={summary.end_of_text}" in printed
-    assert "--vocab_size" not in printed, "training takes the tokenizer's, rounded up"
 
 
 def test_the_suggested_model_suits_the_tokens() -> None:
@@ -396,16 +382,6 @@ def test_a_document_too_long_for_a_row_is_named(config: PrepareConfig, monkeypat
     monkeypatch.setattr(encode, "LARGEST_DOCUMENT_TOKENS", 10)
     with pytest.raises(DataError, match=r"\.txt: a document here.* more than 10 tokens"):
         prepare(config)
-
-
-def test_unbound_processes_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = ProcessLayout(0, 8, 0, 4, "torchrun", "", 0)
-    monkeypatch.setattr(run, "usable_cores", lambda: 16)
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
-    assert (_cores_of_this_process(None), _cores_of_this_process(layout)) == (16, 4)
-    assert _cores_of_this_process(replace(layout, local_world_size=99)) == 1
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert _cores_of_this_process(layout) == 16
 
 
 @pytest.mark.parametrize(("total", "share"), [(2000, "60%"), (0, "")])

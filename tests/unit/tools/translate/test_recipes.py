@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -171,14 +170,6 @@ WITHOUT_DATA = {name: {"use_dummy_dataset": "true"} for name in ("deepspeed", "c
 def test_the_global_batch_of_a_guide_is_the_same_on_any_number_of_ranks() -> None:
     config = load(["guide.json"])
     assert {resolve_batch_sizes(config.batch, ranks).global_batch_size for ranks in (1, 2, 8)} == {64}
-
-
-def test_the_batch_product_uses_the_values_of_the_deepspeed_file(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}')
-    guide = {"training": {"world_size": 8, "use_amp": True, "deepspeed_config": "ds.json"}}
-    (tmp_path / "a.json").write_text(json.dumps(guide))
-    config = load([str(tmp_path / "a.json")], {"use_dummy_dataset": "true"})
-    assert (config.batch.global_batch_size, config.batch.batch_size, config.batch.grad_accum_steps) == (64, 4, None)
 
 
 def test_averaged_gradients_move_parameters_as_in_the_other_system() -> None:
