@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,13 +26,10 @@ from unit.tools.prepare.prepare_files import (
     write_table,
 )
 
-from pretraining.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, train_tokenizer
+from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import documents, encode, units
-from pretraining.tools.prepare import documents as text_module
-from pretraining.tools.prepare import encode as module
-from pretraining.tools.prepare.chats import Marks
 from pretraining.tools.prepare.encode import choose_encoder
 from pretraining.tools.prepare.prepare import prepare
 
@@ -47,8 +43,8 @@ TEXTS = [f"Document {n}: größe, 漢字 and naïve words; it's {n}.\n" * (n % 7
 GPT2_LIKE = train_tokenizer(TEXTS, 400)
 
 
-def test_a_tokenizer_that_fastokens_refuses_is_run_by_the_library_with_a_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_the_library_encodes_with_a_line_if_the_faster_one_refuses_or_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
     library = tokenizers.Tokenizer(models.WordLevel({"?": 0, "Document": 1, "stop": 2}, unk_token="?"))
@@ -60,16 +56,10 @@ def test_a_tokenizer_that_fastokens_refuses_is_run_by_the_library_with_a_line(
         prepare(replace(config, encoder="fastokens"))
     assert rows(prepare(config).folder) == [[1, 2], [1]]
     assert len([line for line in caplog.messages if "fastokens" in line]) == 1
-
-
-def test_without_fastokens_the_library_encodes_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "pretraining")
-    module._load_fastokens.cache_clear()
+    caplog.clear()
+    encode._load_fastokens.cache_clear()
     monkeypatch.setitem(sys.modules, "fastokens", None)
-    assert choose_encoder(GPT2_LIKE, "tokenizers") == "tokenizers" and not caplog.messages
-    assert choose_encoder(GPT2_LIKE, "auto") == "tokenizers"
+    assert choose_encoder(GPT2_LIKE, "tokenizers") == choose_encoder(GPT2_LIKE, "auto") == "tokenizers"
     assert len(caplog.messages) == 1 and "pretraining[fast]" in caplog.messages[0]
     with pytest.raises(DataError, match=r"pretraining\[fast\]"):
         choose_encoder(GPT2_LIKE, "fastokens")
@@ -91,21 +81,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
     return prepare_config(tmp_path, "in", tokenizer_path=str(tmp_path), tokens_per_file=900, num_workers=1)
 
 
-Change = Callable[[list[str], np.ndarray], np.ndarray]
-
-
-def spoil_fastokens(patch: pytest.MonkeyPatch, change: Change) -> None:
-    """Change the ids that fastokens gives for some texts, [T]."""
-
-    class Spoilt:
-        def encode_batch_flat(self, texts: list[str], **settings: Any) -> tuple[bytes, bytes]:
-            library = fastokens.Tokenizer.from_json_str(GPT2_LIKE.definition.decode())
-            ids, ends = library.encode_batch_flat(texts, **settings)
-            return change(texts, np.frombuffer(ids, np.uint32).copy()).tobytes(), ends
-
-    patch.setattr(module, "_load_fastokens", lambda definition: Spoilt())
-
-
 def test_both_encoders_write_the_same_files_and_a_difference_is_an_error(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,13 +88,23 @@ def test_both_encoders_write_the_same_files_and_a_difference_is_an_error(
     prepare(replace(config, output_path=f"{config.output_path}_fast", encoder="fastokens"))
     assert len(wanted) > 20 and contents(f"{config.output_path}_fast") == wanted
 
-    def wrong_behind_the_first(texts: list[str], ids: np.ndarray) -> np.ndarray:
-        if TEXTS[50] in texts and TEXTS[0] not in texts:
-            ids[sum(len(GPT2_LIKE.encode(text)) for text in texts[: texts.index(TEXTS[50])])] += 1
-        return ids
+    class Spoilt:
+        def encode_batch_flat(self, texts: list[str], **settings: Any) -> tuple[bytes, bytes]:
+            if "error" in failures:
+                raise ValueError("match limit exceeded")
+            library = fastokens.Tokenizer.from_json_str(GPT2_LIKE.definition.decode())
+            ids, ends = library.encode_batch_flat(texts, **settings)
+            changed = np.frombuffer(ids, np.uint32).copy()
+            if TEXTS[50] in texts and TEXTS[0] not in texts:  # behind the first
+                changed[sum(len(GPT2_LIKE.encode(text)) for text in texts[: texts.index(TEXTS[50])])] += 1
+            return changed.tobytes(), ends
 
+    failures = ["error"]
     with monkeypatch.context() as patch:
-        spoil_fastokens(patch, wrong_behind_the_first)
+        patch.setattr(encode, "_load_fastokens", lambda definition: Spoilt())
+        with pytest.raises(DataError, match=r"a\.jsonl, row 1: .*match limit exceeded") as error:
+            prepare(config)
+        assert error.value.settings == ("encoder",) and failures.pop()
         with pytest.raises(DataError) as error:
             prepare(config)
     assert "a.jsonl from byte " in str(error.value) and error.value.row is not None
@@ -129,22 +114,12 @@ def test_both_encoders_write_the_same_files_and_a_difference_is_an_error(
     assert contents(config.output_path) == wanted
 
 
-def test_an_error_of_fastokens_names_the_documents(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(texts: list[str], ids: np.ndarray) -> np.ndarray:
-        raise ValueError("match limit exceeded")
-
-    spoil_fastokens(monkeypatch, fail)
-    with pytest.raises(DataError, match=r"a\.jsonl, row 1: .*match limit exceeded") as error:
-        prepare(config)
-    assert error.value.settings == ("encoder",)
-
-
 def test_the_beginning_of_a_unit_and_one_text_in_a_thousand_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["x" * 100] * 100_000
-    sample = module._texts_to_check(texts, 3, 1)
-    assert 60 < len(sample) < 140 and module._texts_to_check(texts, 4, 1) != sample
-    monkeypatch.setattr(module, "CHECKED_FIRST_CHARACTERS", 250)
-    assert module._texts_to_check(texts, 3, 0)[:3] == [0, 1, 2]
+    sample = encode._texts_to_check(texts, 3, 1)
+    assert 60 < len(sample) < 140 and encode._texts_to_check(texts, 4, 1) != sample
+    monkeypatch.setattr(encode, "CHECKED_FIRST_CHARACTERS", 250)
+    assert encode._texts_to_check(texts, 3, 0)[:3] == [0, 1, 2]
 
 
 # Long documents in pieces
@@ -162,7 +137,7 @@ def test_the_beginning_of_a_unit_and_one_text_in_a_thousand_are_checked(monkeypa
     text=st.text(alphabet=st.one_of(st.sampled_from("ab1 \n\r.'é漢_\t"), st.characters(codec="utf-8")), max_size=100)
 )
 def test_a_cut_goes_through_no_word_of_the_usual_tokenizers(words_of: pre_tokenizers.PreTokenizer, text: str) -> None:
-    for match in text_module._SAFE_CUT.finditer(text):
+    for match in documents._SAFE_CUT.finditer(text):
         parts = text[: match.start()], text[match.start() :]
         words = [word for part in parts for word, _ in words_of.pre_tokenize_str(part)]
         assert words == [word for word, _ in words_of.pre_tokenize_str(text)]
@@ -183,13 +158,6 @@ def marked(tmp_path: Path) -> PrepareConfig:
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "in.jsonl").write_bytes(json_lines(MARKED))
     return prepare_config(tmp_path, tokenizer_path=str(tmp_path))
-
-
-def tokenizer_of(names: list[str]) -> Tokenizer:
-    """Return a tokenizer with these special tokens."""
-    library = tokenizers.Tokenizer(tokenizers.models.BPE())
-    library.add_special_tokens(names)
-    return Tokenizer(library, library.to_str().encode(), b"{}", None, len(names))
 
 
 def wanted(marked: PrepareConfig, texts: list[str], *, ids: bool) -> list[list[int]]:
@@ -244,10 +212,3 @@ def test_a_long_document_is_cut_through_no_mark(
     assert tokenizer.decode(found) == text
     assert [found.count(tokenizer.library.token_to_id(each) or 0) for each in NAMES] == [40, 0, 40]
     assert summary.marked_documents == 1
-
-
-def test_names_of_any_form_are_found() -> None:
-    marks = Marks(tokenizer_of(["<s>", "</s>", "[INST]", "<｜begin▁of▁sentence｜>", "a.b"]))
-    held = ["x<s>", "</s>", "[INST] a", "<｜begin▁of▁sentence｜>", "a.b"]
-    assert marks.find([*held, "", "s>", "<S>", "[INST", "axb", "<s>[INST]"]) == [0, 1, 2, 3, 4, 10]
-    assert Marks(tokenizer_of([])).find(["text"]) == []

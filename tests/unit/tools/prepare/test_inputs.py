@@ -33,13 +33,12 @@ def names(files: list[InputFile]) -> list[str]:
     return [file.name for file in files]
 
 
-def test_a_folder_is_walked_to_the_bottom_in_the_order_of_names(tmp_path: Path) -> None:
+def test_folders_are_walked_in_the_order_of_names_and_files_and_globs_are_taken_whatever_their_ending(
+    tmp_path: Path,
+) -> None:
     found = ["a/deep/er/x.jsonl", "a/z.txt.gz", "a-b.txt", "b.jsonl.zst", "c.TXT", "d.JSONL.GZ"]
     tree(tmp_path, *reversed(found), "no.pdf", "no.rst.gz", "no.gz", ".hidden.txt", ".git/x.txt")
     assert names(list_files([str(tmp_path)], ENDINGS)) == found
-
-
-def test_files_and_globs_are_taken_whatever_their_ending(tmp_path: Path) -> None:
     tree(tmp_path, "one[1].rst", "x/b.py", "x/y/a.py", "x/y/c.txt")
     inputs = [str(tmp_path / "one[1].rst"), str(tmp_path / "x/**/*.py")]
     assert names(list_files(inputs, ENDINGS)) == ["one[1].rst", "b.py", "y/a.py"]
@@ -257,7 +256,7 @@ def warned(caplog: pytest.LogCaptureFixture, *inputs: Path, selection: Selection
 
 
 def write_records(path: Path, seed: int = 0) -> None:
-    """Write 200 write_records in the format that the name says."""
+    """Write 200 records in the format that the name says."""
     texts = [random.Random(seed + n).randbytes(300).hex() for n in range(200)]
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
