@@ -13,8 +13,15 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from unit.tools.prepare.killed_prepare import prepare_killed
-from unit.tools.prepare.prepare_files import contents, json_lines, prepare_config, rows, texts_of, write_table
+from unit.tools.prepare.prepare_files import (
+    contents,
+    json_lines,
+    prepare_config,
+    prepare_killed,
+    rows,
+    texts_of,
+    write_table,
+)
 
 from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
