@@ -4,10 +4,12 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers import ROOT, run_command
@@ -17,10 +19,16 @@ from unit.data.token_files import loader, plan, rows
 from pretraining import __version__
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.cli import COMMANDS, HEAD_START, main
-from pretraining.config.command_line import load_train_config
+from pretraining.config.command_line import load_train_config, read_words
+from pretraining.config.fields import settings_of
 from pretraining.config.recipes import dump_config
+from pretraining.config.rules import check_config, find_problems
+from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
+from pretraining.config.values import limit_problem, parse_value
 from pretraining.config.variants import resolve_shape
 from pretraining.errors import Preempted
+from pretraining.tools import demo
+from pretraining.tools.commands import ImportConfig, PrepareConfig
 
 
 def test_help_explains_commands_and_every_flag_of_one_or_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,16 +132,14 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     (checkpoint / "manifest.json").write_text(json.dumps(manifest.document()))
     (tmp_path / "run/config.yaml").write_text(manifest.config)
     capsys.readouterr()  # the datasets were indexed
-    asked = ["--tokens", "--json"]
     for source in (
-        [f"--ckpt_load_path={checkpoint}"],
         [f"{tmp_path}/run"],  # as list, verify and report take it
         [f"--recipe={tmp_path}/run/config.yaml", f"--ckpt_save_path={tmp_path}/run"],  # the run to resume
     ):
         for step in (1, 4):
-            main(["inspect", *source, f"--step={step}", *asked])
-            out = capsys.readouterr().out
-            assert [json.loads(line)["ids"] for line in out.splitlines()] == batches[step - 1]
+            main(["inspect", *source, f"--step={step}", "--tokens", "--json"])
+            lines = capsys.readouterr().out.splitlines()
+            assert [json.loads(line)["ids"] for line in lines] == batches[step - 1]
     with pytest.raises(SystemExit):
         main(["inspect", f"--ckpt_load_path={tmp_path}/run", "--step=1", "--seq_length=8"])
     assert "seq_length was 32 and is 8" in capsys.readouterr().err
@@ -255,3 +261,90 @@ def test_a_guide_without_prepared_data_is_an_error_with_the_command_that_prepare
         main(["train", "guide.json"])
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "  pretrain prepare --hf_dataset=someone/corpus --output_path=data"
+
+
+# Rules for the settings of other commands
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (PrepareConfig(input_path=("/texts/books/",)), "books"),
+        (PrepareConfig(input_path=("wiki.jsonl.gz",)), "wiki"),
+        (PrepareConfig(input_path=("a", "b"), dataset="both"), "both"),
+        (PrepareConfig(hf_dataset="someone/web-text"), "web-text"),
+    ],
+)
+def test_the_dataset_is_named_after_its_input(config: PrepareConfig, name: str) -> None:
+    check_config(config)
+    assert config.dataset_name == name
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (PrepareConfig(), "input_path"),
+        (PrepareConfig(input_path=("a",), source="stdlib"), "input_path"),
+        (PrepareConfig(source="stdlib", tokenizer_path="t", vocab_size=300), "vocab_size"),
+        (PrepareConfig(input_path=("a", "b")), "dataset"),
+        (PrepareConfig(input_path=("a/*.txt",)), "dataset"),
+        (PrepareConfig(input_path=("a",), dataset="x/y"), "dataset"),
+        (PrepareConfig(source="stdlib", hf_config="en"), "hf_config"),
+        (ImportConfig(input_path="a", ckpt_save_path=""), "ckpt_save_path"),
+        (TrainConfig(data=DataConfig(data_path="d"), checkpoint=CheckpointConfig(ckpt_save_path="")), "ckpt_save_path"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(config: Any, named: str) -> None:
+    [problem] = find_problems(config)
+    assert problem.names[0] == named
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_of_a_command_is_an_address_only_if_declared(command: str) -> None:
+    for setting in filter(lambda setting: setting.is_path, settings_of(COMMANDS[command].settings).values()):
+        if setting.may_be_address:
+            assert parse_value(setting, "s3://bucket/x") in ("s3://bucket/x", ("s3://bucket/x",))
+            continue
+        with pytest.raises(ValueError, match="this setting takes no address"):
+            parse_value(setting, "s3://bucket/x")
+        assert limit_problem(setting, ("s3:/b",) if setting.many else "s3:/b")  # as Path normalizes it
+        parse_value(setting, "./s3:/x")
+
+
+# The demo of train.sh: which command lines mean it
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of train.sh."""
+    monkeypatch.setenv("PRETRAINING_DEMO", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--config", "my.yaml"], ["num_steps=5", "model.model_variant=tiny"], ["cfg.yaml"], ["--data-path", "/data"]],
+)
+def test_a_recipe_data_or_a_model_in_any_spelling_is_not_the_demo(folder: Path, words: list[str]) -> None:
+    chosen = ([], ["num_steps=5", "--Ckpt-Save-Path=data_path"], ["optimizer=sgdm", "train.max_steps=100"])
+    assert all(demo.settings_beside(read_words(TrainConfig, each)) for each in chosen)
+    assert not demo.settings_beside(read_words(TrainConfig, words))
+
+
+def test_without_train_sh_missing_data_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PRETRAINING_DEMO", raising=False)
+    with pytest.raises(SystemExit):
+        main(["train", "--num_steps=5"])
+    assert "no data: give --data_path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(3, 3), (-15, 75)])
+def test_a_failed_preparation_exits_with_its_code(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, exit_code: int
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, code))
+    with pytest.raises(SystemExit) as end:
+        main(["train"])
+    assert end.value.code == exit_code

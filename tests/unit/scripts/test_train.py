@@ -108,14 +108,6 @@ ELASTIC = {**MACHINES, "NNODES": "1:4", "JOB_ID": "seven"}
             },
             "--nnodes=2 --node-rank=1 --master-addr=pod-0 --master-port=23456 --nproc-per-node=2 --max-restarts=0",
         ),
-        (
-            {
-                **{"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "2", "PET_RDZV_ENDPOINT": "pod-0:23456"},
-                **{"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ID": "seven", "PET_MAX_RESTARTS": "9"},
-            },
-            "--nnodes=1:4 --rdzv-backend=c10d --rdzv-id=seven --rdzv-endpoint=pod-0:23456 --nproc-per-node=2 "
-            "--max-restarts=9",
-        ),
         ({"NPROC": "2", "NNODES": "1", "PET_NNODES": "2"}, "--standalone --nproc-per-node=2 --max-restarts=0"),
         quick=6,
     ),

@@ -91,15 +91,12 @@ def test_a_new_run_is_planned_with_the_documents_of_its_first_batch(
     assert capsys.readouterr().out in text
 
 
-@pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_an_existing_index_is_used_and_a_missing_one_is_built_elsewhere(
-    packing: str, tmp_path: Path, show: Show
-) -> None:
+def test_an_existing_index_is_used_and_a_missing_one_is_built_elsewhere(tmp_path: Path, show: Show) -> None:
     data = write_two_datasets(tmp_path / "data")
-    flags = [f"--data_path={data}", "--num_steps=1", f"--ckpt_save_path={tmp_path}/run", f"--packing={packing}"]
+    flags = [f"--data_path={data}", "--num_steps=1", f"--ckpt_save_path={tmp_path}/run", "--packing=best_fit"]
     assert "indexing dataset 'first'" in show(*flags, f"--index_path={tmp_path}/indices")
     assert "indexing dataset 'second'" in show(*flags)
-    train(tmp_path / "other", f"data_path={data}", f"packing={packing}", "run_steps=1")
+    train(tmp_path / "other", f"data_path={data}", "packing=best_fit", "run_steps=1")
     assert "indexing" not in show(*flags)
     assert "indexing dataset 'first'" not in show(*flags, f"--eval_datasets={data}/second", "--datasets=first")
 

@@ -140,18 +140,10 @@ def test_the_tokenizer_goes_along_from_the_run_or_from_a_flag(tmp_path: Path) ->
             document = exported_json(folder, name)
             assert (document["bos_token_id"], document["eos_token_id"]) == tokens
         assert f"AutoTokenizer.from_pretrained('{folder.name}')" in (folder / "README.md").read_text()
-
-
-def test_rows_are_padded_with_the_end_of_text_unless_the_tokenizer_has_a_padding_token(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    path, shape = make_tokenizer(tmp_path, template=False), replace(PLAIN, vocab_size=300)
-    make_run(tmp_path / "run", shape, tokenizer_path=path)
-    run_export(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (tokenizer.pad_token_id, tokenizer.model_max_length) == (0, max(64, shape.max_position_embeddings))
-    assert exported_json(tmp_path / "out", "generation_config.json")["pad_token_id"] == 0
-    # transformers would not train the embedding of a padding token: the end of text must not be one.
-    assert exported_json(tmp_path / "out", "config.json")["pad_token_id"] is None
+        # Rows are padded with the end of text, but transformers would not train the embedding of a padding token.
+        assert tokenizer.pad_token_id == document["pad_token_id"] == tokens[1]
+        assert tokenizer.model_max_length == max(64, shape.max_position_embeddings)
+        assert exported_json(folder, "config.json")["pad_token_id"] is None
     make_tokenizer(tmp_path, template=False, pad_token="e", chat_template="{{ 1 }}")
     run_export(tmp_path, output_path=str(tmp_path / "own"))
     config = exported_json(tmp_path / "own", "tokenizer_config.json")

@@ -54,9 +54,8 @@ def test_the_optimizer_decides_the_memory_of_its_state(capsys: pytest.CaptureFix
         (plan,) = documents(capsys, "--model_variant=1b", "--gpus=1", *flags)
         return int(plan["memory_bytes"]["optimizer_state"])
 
-    count = parameter_count(VARIANTS["1b"])
+    count, own = parameter_count(VARIANTS["1b"]), "--optimizer=mine:Own"
     assert (state(), state("--optimizer=sgd"), state("--optimizer=sgdm")) == (8 * count, 0, 4 * count)
-    own = "--optimizer=mine:Own"
     assert (state(own), state(own, "--optimizer_state_bytes=2.5")) == (8 * count, round(2.5 * count))
     signs = "--optimizer=unit.train.own_optimizers:LowBit"
     assert state(signs) == round((1 + 4 / 256**2) * count) and "counted 1.00 bytes" in said(

@@ -101,22 +101,17 @@ def test_an_input_with_new_times_is_read_once(config: PrepareConfig, monkeypatch
     assert counts[0] == 0 and counts[1] == counts[2] > 3
 
 
-@pytest.mark.parametrize("is_trained", [True, False])
 def test_an_interrupted_preparation_encodes_again_what_has_changed(
-    is_trained: bool, config: PrepareConfig, caplog: pytest.LogCaptureFixture
+    config: PrepareConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pretraining")
     path, write = Path(config.input_path[0]) / "a.jsonl", WRITERS["a.jsonl"]
-    if is_trained:
-        config = replace(config, tokenizer_path=None, vocab_size=300)
     write(path, TEXTS)
     assert prepare_killed(config, "after", 12)
     exchange(path, CHANGED, write)
     there = replace(config, output_path=f"{config.output_path}_elsewhere")
-    expected = rows(prepare(there).folder)
-    assert rows(prepare(config).folder) == expected
-    assert is_trained or "a.jsonl has changed since it was encoded: encoding it again" in caplog.text
-    assert prepare(config).tokens == sum(map(len, expected))
+    assert rows(prepare(config).folder) == rows(prepare(there).folder)
+    assert "a.jsonl has changed since it was encoded: encoding it again" in caplog.text
 
 
 def test_a_dataset_of_an_earlier_version_is_read_and_not_compared(config: PrepareConfig) -> None:

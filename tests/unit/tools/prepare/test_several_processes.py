@@ -27,7 +27,7 @@ from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare import encode, units, vocabulary
+from pretraining.tools.prepare import encode, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.encode import Report
 from pretraining.tools.prepare.prepare import prepare
@@ -229,21 +229,6 @@ def test_a_preparation_killed_at_any_moment_is_resumed(small: PrepareConfig, mom
         assert now == kept, "whole files are not made again"
         kept_at_best = max(kept_at_best, len(kept))
     assert number > 8 and kept_at_best > 5
-
-
-def test_a_preparation_killed_repeatedly_finishes_with_one_tokenizer_training(
-    small: PrepareConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = made_elsewhere(small)
-    kills = 0
-    for moment in ("after", "before", "writing") * 9:
-        if not prepare_killed(small, moment, 5):
-            break
-        kills += 1
-    assert kills > 3
-    monkeypatch.setattr(vocabulary, "train_tokenizer", pytest.fail)
-    prepare(small)
-    assert contents(small.output_path) == wanted
 
 
 def test_a_full_disk_is_one_error_and_keeps_complete_units(

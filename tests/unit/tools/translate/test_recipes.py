@@ -116,7 +116,6 @@ OURS = "model_variant: tiny\ndata_path: x\nseq_length: 64\nlearning_rate: 1e-3\n
         ("use_amp: true", "use_amp", "delete it: where the device has units for it"),
         ("max_seq_len: 128", "max_seq_len", "seq_length=128 max_position_embeddings=128"),
         ("dropout: 0.1", "dropout", "delete it: a Llama is trained without dropout"),
-        ("max_iters: 50", "max_iters", "num_steps=50"),
         ("dist: {sharding_stage: zero2, dtype: float32}", "dist.sharding_stage", "sharding_strategy=zero2"),
         ("zero_optimization: {stage: 3}", "zero_optimization.stage", "sharding_strategy=fsdp"),
     ],
