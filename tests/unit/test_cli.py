@@ -33,25 +33,16 @@ from pretraining.tools.commands import ImportConfig, PrepareConfig
 
 def test_help_explains_commands_and_every_flag_of_one_or_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, flags in (
-        (["help", "train"], "--learning_rate --sharding_strategy --recipe"),
+        (["help", "train"], "--learning_rate --recipe"),
         (["prepare", "-h"], "--input_path"),
         (["train", "--help=schedule"], "--warmup_steps"),
         (["--help"], "prepare translate"),
-        (["help"], "prepare translate"),
         ([], "prepare translate"),
         (["--version"], f"{__version__} torch Python"),
     ):
         main(arguments)
         out = capsys.readouterr().out
         assert all(flag in out for flag in flags.split())
-    for arguments, named in (
-        (["train", "--help=shedule"], "schedule?"),
-        (["trian"], "'trian'"),
-        (["foo", "-h"], "foo"),
-    ):
-        with pytest.raises(SystemExit) as ending:
-            main(arguments)
-        assert ending.value.code == 1 and named in capsys.readouterr().err
 
 
 def test_values_reach_the_settings_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +139,9 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["train", "--help=shedule"], "schedule?"),
+        (["trian"], "'trian'"),
+        (["foo", "-h"], "foo"),
         (["list"], "--run_path"),
         (["export", "nowhere", "--output_path=out", "--max_shard_size=big"], "--max_shard_size=big"),
         (["import", "./nowhere", "--ckpt_save_path=runs/a"], "nowhere/config.json"),

@@ -91,23 +91,18 @@ def test_a_search_lists_what_fits_the_fastest_first(capsys: pytest.CaptureFixtur
 
 def test_shared_sequences_need_less_memory_and_more_traffic(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--model_variant=llama3_8b", "--seq_length=131072", "--global_batch_size=8", "--gpus=8")
-    recomputed = ("--batch_size=1", "--fsdp_activation_checkpointing=true")
-    plans = [documents(capsys, *flags, *recomputed, f"--context_parallel_size={size}")[0] for size in (1, 2, 4, 8)]
-    needed = [plan["memory_bytes"]["activations"] for plan in plans]
-    assert needed[0] > 1.8 * needed[1] and needed == sorted(needed, reverse=True)
-    # Each rank has the tokens of a whole sequence in all, and sends keys and values.
-    compute, exposed = ([plan["step_seconds"][name] for plan in plans] for name in ("compute", "exposed"))
-    assert compute == pytest.approx([compute[0]] * 4) and exposed == sorted(exposed) and exposed[0] < exposed[1]
-    assert "sequences shared by 8 GPUs" in said(capsys, *flags, *recomputed, "--context_parallel_size=8")
+    own = (*flags, "--batch_size=1", "--fsdp_activation_checkpointing=true")
+    one, two = (documents(capsys, *own, f"--context_parallel_size={size}")[0] for size in (1, 2))
+    assert one["memory_bytes"]["activations"] > 1.8 * two["memory_bytes"]["activations"]
+    assert one["step_seconds"]["exposed"] < two["step_seconds"]["exposed"]
+    assert one["step_seconds"]["compute"] == pytest.approx(two["step_seconds"]["compute"])
+    assert "sequences shared by 8 GPUs" in said(capsys, *own, "--context_parallel_size=8")
     assert "what fits   --sharding_strategy=fsdp --context_parallel_size=2" in said(capsys, *flags)
-
     found = documents(capsys, *flags, "--search=true")
     assert {plan["context_parallel_size"] for plan in found} == {2, 4, 8}
-    assert {plan["global_batch_size"] for plan in found} == {8}
     given = documents(capsys, *flags, "--context_parallel_size=4", "--search=true")
     assert {plan["context_parallel_size"] for plan in given} == {4}
-    message = refused(capsys, *flags, "--context_parallel_size=16")
-    assert "the job has 8, which 16 does not divide" in message
+    assert "the job has 8, which 16 does not divide" in refused(capsys, *flags, "--context_parallel_size=16")
 
 
 @pytest.mark.parametrize(

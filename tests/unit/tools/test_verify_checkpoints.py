@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,28 +214,23 @@ def test_four_files_without_a_manifest_are_a_checkpoint(tmp_path: Path, capsys: 
 
 def test_a_run_is_checked_wholly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def lines(source: Path, *, damaged: int) -> list[str]:
-        if damaged:
-            with pytest.raises(CheckpointError, match=f"damaged: {damaged} of"):
-                verify(VerifyConfig(ckpt_path=str(source)))
-        else:
+        with pytest.raises(CheckpointError, match=f"damaged: {damaged} of") if damaged else nullcontext():
             verify(VerifyConfig(ckpt_path=str(source)))
         return capsys.readouterr().out.splitlines()
 
     checkpoints = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         write_sharded(checkpoints / f"step_{step}_ckp", tensors_of(SHAPE), manifest_of(SHAPE, step))
-    (checkpoints / "step_4_ckp.tmp").mkdir()
-    (checkpoints / "notes").mkdir()
+    for name in ("step_4_ckp.tmp", "notes"):
+        (checkpoints / name).mkdir()
     for source in (tmp_path, checkpoints):
         *said, unfinished = lines(source, damaged=0)
         assert [f"step {step}" in line and "no faults" in line for step, line in enumerate(said, start=1)] == [True] * 3
         assert "step_4_ckp.tmp is an unfinished save" in unfinished
     flip_byte(checkpoints / "step_2_ckp" / FIRST)
     (checkpoints / "step_3_ckp" / MANIFEST).unlink()
-    said = lines(tmp_path, damaged=2)
-    assert (
-        "no faults" in said[0] and FIRST in said[1] and "step_3_ckp: damaged: its manifest.json is missing" in said[2]
-    )
+    first, second, third, _ = lines(tmp_path, damaged=2)
+    assert "no faults" in first and FIRST in second and "step_3_ckp: damaged: its manifest.json is missing" in third
     assert len(lines(checkpoints / "step_1_ckp", damaged=0)) == len(lines(checkpoints / "step_3_ckp", damaged=1)) == 1
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         verify(VerifyConfig(ckpt_path=str(tmp_path / "nowhere")))

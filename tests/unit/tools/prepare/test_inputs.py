@@ -106,17 +106,13 @@ SPLIT_FOLDERS = [
 
 
 @pytest.mark.parametrize("files", SPLIT_FOLDERS, ids=range(len(SPLIT_FOLDERS)))
-@pytest.mark.parametrize("pattern", ["", "**/*.*"])
 def test_files_of_other_splits_are_skipped_and_named_with_the_flag_that_reads_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[str], pattern: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[str]
 ) -> None:
     for name in files:
-        if name.endswith(".txt"):
-            tree(tmp_path, name)
-        else:
-            records(tmp_path, name)
-    given, (_, _, validation, test) = tmp_path / pattern, files
-    assert listed(caplog, given) == sorted(files[:2])
+        (tree if name.endswith(".txt") else records)(tmp_path, name)
+    given, (_, _, validation, test) = tmp_path, files
+    assert listed(caplog, given / "**/*.*") == listed(caplog, given) == sorted(files[:2])
     for split, name in (("validation", validation), ("test", test)):
         assert f"1 file not read, the first is {name}: they look like the split {split}" in caplog.text
         assert f"--split={split}" in caplog.text

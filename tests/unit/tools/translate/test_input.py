@@ -174,6 +174,7 @@ def test_a_flag_overrides_the_setting_that_it_replaces(
     assert expected.items() <= found.items()
 
 
+PREPARE = "prepare it first"
 RMSPROP = {"rms_alpha": "0.8", "momentum": "None"}
 LENGTH = {"seq_length": "2048", "rms_norm_eps": "1e-06"}
 SGD = {"weight_decay": "0.01", "adam_beta2": "0.95", "mixed_precision": "False"}
@@ -233,48 +234,38 @@ def test_a_dataset_of_a_folder_is_the_one_that_has_its_name(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("named", "there", "expected"),
+    ("named", "split", "there", "expected", "said"),
     [
-        ("prep", "wt/a.arrow", ("prep", None, "prep")),
-        ("prep/wt", "a.arrow", ("prep", ("wt",), "prep/wt")),
-        ("prep", "train/a.arrow dataset_dict.json", ("data", ("prep",), "data/prep_prep")),  # text, to be prepared
+        ("prep", "prep", "prep/wt/a.arrow", {"data_path": "prep", "eval_datasets": ("prep",)}, ""),
+        ("prep/wt", "prep/wt", "prep/wt/a.arrow", {"datasets": ("wt",), "eval_datasets": ("prep/wt",)}, ""),
+        ("prep", "prep", "prep/train/a.arrow prep/dataset_dict.json", {"eval_datasets": ("data/prep_prep",)}, PREPARE),
+        ("books.txt", "validation", "books.txt", {"held_out_fraction": 0.01}, "a file has no splits: 1% of its"),
+        (
+            "web",
+            "validation",
+            "web/a",
+            {"eval_datasets": ("data/web_validation",)},
+            "--split=validation --dataset=web_",
+        ),
+        ("a/b", "validation", "a/c", {"eval_datasets": ("data/b_validation",)}, "--hf_split=validation --dataset=b_va"),
     ],
 )
-def test_a_guides_dataset_may_be_a_folder_of_token_files_or_one_of_such_folders(
-    named: str, there: str, expected: tuple[str, tuple[str, ...] | None, str], tmp_path: Path
+def test_the_data_of_a_guide_are_token_files_or_prepared_and_its_validation_never_its_training_text(
+    named: str, split: str, there: str, expected: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with contextlib.chdir(tmp_path):
-        for file in there.split():
-            (tmp_path / named / file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / named / file).touch()
-        Path("a.json").write_text(json.dumps({"use_amp": True, "dataset_name": named, "validation_split": named}))
-        made = read("a.json").values
-    assert (made["data_path"], made.get("datasets"), *made["eval_datasets"]) == expected
-
-
-@pytest.mark.parametrize(
-    ("named", "made", "said"),
-    [
-        ("books.txt", {"held_out_fraction": 0.01}, "a file has no splits: 1% of its documents"),
-        ("corpus", {"eval_datasets": ("data/corpus_validation",)}, "--split=validation --dataset=corpus_validation"),
-        ("a/b", {"eval_datasets": ("data/b_validation",)}, "--hf_split=validation --dataset=b_validation"),
-    ],
-)
-def test_the_validation_split_of_a_guide_is_never_its_training_text(
-    named: str, made: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with contextlib.chdir(tmp_path):
-        Path("books.txt").write_text("text")
-        Path("corpus").mkdir()
-        data = {"dataset_name": named, "validation_split": "validation", "preprocessing_num_workers": 3}
+        for file in map(Path, there.split()):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("text")
+        data = {"dataset_name": named, "validation_split": split, "preprocessing_num_workers": 3}
         Path("a.json").write_text(json.dumps({"use_amp": True, **data}))
         found = read("a.json").values
         translate(TranslateConfig("a.json", output_path="a.yaml"))
         lines = Path("a.yaml").read_text().splitlines()
-    assert {name: found[name] for name in ("eval_datasets", "held_out_fraction") if name in found} == made
-    assert any(said in line for line in lines)
-    (command,) = (line for line in lines if "prepare it first" in line)
-    assert "--num_workers=3" in command
+    assert expected.items() <= found.items() and ("held_out_fraction" in found) == ("eval_datasets" not in found)
+    commands = [line for line in lines if PREPARE in line]
+    assert any(said in line for line in lines) and all("--num_workers=3" in command for command in commands)
+    assert len(commands) == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from golden.make_translations import FOLDER, PAIRS
-from torch import nn
 from unit.tools.translate.loading import load
 
 from pretraining.api import Trainer
 from pretraining.cli import main
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.errors import ConfigError, DataError
-from pretraining.optim.registry import build_optimizer, user_defined_arguments
+from pretraining.optim.registry import user_defined_arguments
 from pretraining.optim.schedules import build_learning_rate
 from pretraining.progress import TokenSchedule
 from pretraining.tools.commands import TranslateConfig
@@ -169,24 +167,6 @@ WITHOUT_DATA = {name: {"use_dummy_dataset": "true"} for name in ("deepspeed", "c
 def test_the_global_batch_of_a_guide_is_the_same_on_any_number_of_ranks() -> None:
     config = load(["guide.json"])
     assert {resolve_batch_sizes(config.batch, ranks).global_batch_size for ranks in (1, 2, 8)} == {64}
-
-
-def test_averaged_gradients_move_parameters_as_in_the_other_system() -> None:
-    """There m = beta x m + (1 - beta) x (g + decay x p), p = p - rate x m; here the momentum is a sum."""
-    rate, beta, decay = 0.5, 0.9, 0.01
-    config = load(["composed/config.yaml"], WITHOUT_DATA["composed"]).optimizer
-    assert (config.learning_rate, config.momentum, config.weight_decay) == (0.05, beta, decay)
-    parameter = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
-    optimizer = build_optimizer({"model.layers.0.mlp.up_proj.weight": parameter}, config)
-    there, mean = torch.ones(4, 4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(5):
-        gradient = torch.randn(4, 4, generator=generator, dtype=torch.float64)
-        mean = beta * mean + (1 - beta) * (gradient + decay * there)
-        there = there - rate * mean
-        parameter.grad = gradient
-        optimizer.step()
-    torch.testing.assert_close(parameter.detach(), there, rtol=1e-6, atol=1e-7)
 
 
 def test_the_momentum_of_torch_and_other_optimizers_is_not_scaled() -> None:
