@@ -293,10 +293,7 @@ def run_import(root: Path) -> None:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("layout", [single, sharded])
 def test_the_checkpoint_holds_the_weights_in_float32_and_has_no_faults(
-    tmp_path: Path,
-    shape: LlamaShape,
-    layout: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, shape: LlamaShape, layout: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(import_module, "FILE_BYTES", 5000)
     given = weights(shape, torch.bfloat16)

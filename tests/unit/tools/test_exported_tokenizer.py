@@ -12,8 +12,7 @@ import tokenizers
 from training_runs import TINY
 
 from pretraining.cli import main
-from pretraining.config.recipes import load_config
-from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
+from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 
 MODEL = [flag for flag in TINY if not flag.startswith("vocab_size")]
@@ -76,10 +75,6 @@ def test_an_export_through_prepared_data_is_the_tokenizer_of_the_folder(
     main(["export", str(tmp_path / "imported"), str(tmp_path / "again")])
     again = load(tmp_path / "again")
     assert (again.special_tokens_map, again.chat_template) == (SPECIAL, before.chat_template)
-
-
-
-
 
 
 def test_a_folder_that_an_earlier_version_recorded_as_typed_is_no_name_either(

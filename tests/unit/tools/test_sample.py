@@ -14,13 +14,7 @@ import torch
 from helpers import run_command
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.checkpoint.checkpoint_files import (
-    SHAPES,
-    config_of,
-    manifest_of,
-    tensors_of,
-    write_sharded,
-)
+from unit.checkpoint.checkpoint_files import SHAPES, config_of, manifest_of, tensors_of, write_sharded
 
 from pretraining.api import load_model
 from pretraining.config.recipes import dump_config

@@ -127,10 +127,7 @@ def test_the_beginning_of_a_unit_and_one_text_in_a_thousand_are_checked(monkeypa
 
 @pytest.mark.parametrize(
     "words_of",
-    [
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        pre_tokenizers.Split(Regex(LLAMA3_WORDS), behavior="isolated"),
-    ],
+    [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Split(Regex(LLAMA3_WORDS), behavior="isolated")],
     ids=["gpt2", "llama3"],
 )
 @given(

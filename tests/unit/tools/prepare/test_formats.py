@@ -315,9 +315,7 @@ def test_a_column_of_lists_of_integers_is_token_ids(tmp_path: Path, kind: pa.Dat
 
 
 @given(
-    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),
-    wanted=st.integers(1, 400),
-    name=st.sampled_from(NAMES),
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12), wanted=st.integers(1, 400), name=st.sampled_from(NAMES)
 )
 def test_the_ranges_of_a_table_cover_every_row_once_and_all_bytes(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], wanted: int, name: str

@@ -240,13 +240,7 @@ def test_a_dataset_of_a_folder_is_the_one_that_has_its_name(tmp_path: Path) -> N
         ("prep/wt", "prep/wt", "prep/wt/a.arrow", {"datasets": ("wt",), "eval_datasets": ("prep/wt",)}, ""),
         ("prep", "prep", "prep/train/a.arrow prep/dataset_dict.json", {"eval_datasets": ("data/prep_prep",)}, PREPARE),
         ("books.txt", "validation", "books.txt", {"held_out_fraction": 0.01}, "a file has no splits: 1% of its"),
-        (
-            "web",
-            "validation",
-            "web/a",
-            {"eval_datasets": ("data/web_validation",)},
-            "--split=validation --dataset=web_",
-        ),
+        ("web", "validation", "web/a", {"eval_datasets": ("data/web_validation",)}, "--split=validation --dataset=w"),
         ("a/b", "validation", "a/c", {"eval_datasets": ("data/b_validation",)}, "--hf_split=validation --dataset=b_va"),
     ],
 )
@@ -387,9 +381,7 @@ def test_a_step_to_load_in_the_run_that_is_saved_is_the_step_to_resume_from() ->
 SMALL = {"d_model": 256, "n_heads": 4, "n_layers": 4, "d_ff": 1024, "max_seq_len": 512}
 
 
-def test_a_default_warm_up_is_shortened_to_fit_the_run_and_a_given_one_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_default_warm_up_is_shortened_to_fit_the_run_and_a_given_one_is_not(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({**SMALL, "max_steps": 5000}))
     assert values(str(tmp_path / "a.json"))["warmup_steps"] == "1000"
     assert values(str(tmp_path / "a.json"), num_steps="500")["warmup_steps"] == "50"
