@@ -44,7 +44,7 @@ from pretraining.tools.export import export
 from pretraining.tools.import_weights import import_weights
 from pretraining.tools.verify import faults_of
 
-PLAIN = SHAPES["plain"]
+PLAIN, SHARD = SHAPES["plain"], "shard-00003-model-00002-of-00002.safetensors"
 
 
 def make_run(root: Path, shape: LlamaShape = PLAIN, *, full: bool = False, **data: Any) -> dict[str, torch.Tensor]:
@@ -223,10 +223,6 @@ def test_the_full_form_is_a_checkpoint_with_the_same_tensors(
     assert "--ckpt_load_path=" in capsys.readouterr().out
 
 
-def flipped(folder: Path) -> None:
-    flip_byte(folder / "shard-00003-model-00002-of-00002.safetensors")
-
-
 def not_finite(folder: Path) -> None:
     weights = tensors_of(PLAIN)
     weights["model.norm.weight"][3] = -torch.inf
@@ -242,7 +238,7 @@ def of_another_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "form", "said"),
     [
-        *((flipped, form, "its checksum is") for form in ("hf", "full")),
+        *((lambda folder: flip_byte(folder / SHARD), form, "its checksum is") for form in ("hf", "full")),
         *((not_finite, form, "model.norm.weight") for form in ("hf", "full")),
         (of_another_model, "hf", "model.layers.2."),
     ],
@@ -274,13 +270,11 @@ def test_existing_files_are_never_replaced_and_unsuitable_sources_are_refused(
         with pytest.raises(CheckpointError):
             run_export(tmp_path, format=form, output_path=str(tmp_path / "large"))
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
-    (tmp_path / "none").mkdir()
-    for content in (None, "{}"):  # no checkpoint, and a Hugging Face folder
-        if content is not None:
-            (tmp_path / "none" / "config.json").write_text(content)
-        with pytest.raises(CheckpointError) as refusal:
-            run_export(tmp_path, ckpt_load_path=str(tmp_path / "none"), output_path=str(tmp_path / "b"))
-        assert str(tmp_path / "none") in str(refusal.value)
+    folder = tmp_path / "none"
+    for make in (folder.mkdir, (folder / "config.json").touch):  # no checkpoint, and a Hugging Face folder
+        make()
+        with pytest.raises(CheckpointError, match=re.escape(str(folder))):
+            run_export(tmp_path, ckpt_load_path=str(folder), output_path=str(tmp_path / "b"))
 
 
 # pretrain import: weights of Hugging Face become a run's checkpoint of step 0

@@ -41,9 +41,9 @@ def training_report(step: int, **values: Any) -> dict[str, Any]:
     return {**at, **numbers, "grad_norm": 1.0, "tokens_per_second_per_gpu": 64.0, "mfu": None, **values}
 
 
-def evaluation_report(step: int, loss: float, **values: Any) -> dict[str, Any]:
+def evaluation_report(step: int, loss: float) -> dict[str, Any]:
     at = {"step": step, "time": written(step), "tokens_seen": step * 32}
-    return {**at, "evaluation_loss": loss, "evaluation_perplexity": math.exp(loss), **values}
+    return {**at, "evaluation_loss": loss, "evaluation_perplexity": math.exp(loss)}
 
 
 def event(name: str, at: int, /, **details: Any) -> dict[str, Any]:

@@ -49,6 +49,7 @@ STRICT = (
 )
 TODAY = "{{ strftime_now('%Y-%m-%d') }}{% for message in messages %}{{ message.content }}{% endfor %}"
 
+REFUSES = "the chat template refuses it (TemplateError: roles must alternate: system)"
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": " Hi <b>größe</b> & 'it' "}, {"role": "assistant", "content": "Hello."}],
     [{"role": "user", "content": "Write <|im_end|> and <think>."}, {"role": "assistant", "content": "<|im_end|>"}],
@@ -117,9 +118,7 @@ def test_the_ids_are_those_of_transformers_and_refused_rows_are_bad_records(
     assert rows(summary.folder) == [ids for ids in wanted if ids]
     assert len(summary.bad_record_names) == wanted.count(None) == summary.bad_records
     if template is STRICT:
-        assert "in.jsonl, row 3: the chat template refuses it (TemplateError: roles must alternate: system)" in (
-            summary.bad_record_names
-        )
+        assert summary.bad_record_names[0] == f"in.jsonl, row 3: {REFUSES}"
         with pytest.raises(DataError, match=r"row 3: the chat template refuses it .*--bad_records=skip"):
             prepare(replace(config, bad_records="stop", output_path=str(tmp_path / "stop")))
     share = f"{100 / summary.documents:.1f}%"
