@@ -196,7 +196,6 @@ def train_mpi(stand_in: StandIn, version: str, variables: Mapping[str, str]) -> 
     ("version", "hosts", "variables", "options"),
     [
         (OPEN_MPI, "", {}, "-n 2 --bind-to none -x PATH"),
-        (HYDRA, "", {}, "-n 2"),
         (OPEN_MPI, "node07 slots=8\nnode08 slots=8", {}, "--hostfile hosts -x MASTER_ADDR=node07 -x MASTER_PORT=29500"),
         (HYDRA, "# two\n\n  node07:8\n", {}, "-f hosts -genv MASTER_ADDR node07 -genv MASTER_PORT 29500"),
         (OPEN_MPI, "node07", {"MASTER_ADDR": "10.0.0.7"}, "-x MASTER_ADDR=10.0.0.7 -x MASTER_PORT=29500"),

@@ -102,12 +102,6 @@ def remove_all(folder: Path) -> None:
         path.unlink()
 
 
-def swap(folder: Path) -> None:
-    first = (folder / FIRST).read_bytes()
-    (folder / SECOND).replace(folder / FIRST)
-    (folder / SECOND).write_bytes(first)
-
-
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
@@ -116,7 +110,6 @@ def swap(folder: Path) -> None:
         (lambda folder: (folder / SECOND).unlink(), SECOND),
         (remove_all, ""),
         (lambda folder: write_documents(folder / "more.arrow", [[1, 2]]), "more.arrow"),
-        (swap, FIRST),
     ],
 )
 def test_changes_since_the_preparation_are_named(prepared: Path, damage: Callable[[Path], object], name: str) -> None:

@@ -242,15 +242,13 @@ def test_what_cannot_be_encoded_as_chats_is_one_error(
     assert words in str(error.value)
 
 
-def test_another_template_is_refused(tmp_path: Path) -> None:
+def test_a_root_without_the_template_takes_it_from_the_same_tokenizer_and_another_one_is_refused(
+    tmp_path: Path,
+) -> None:
     config = config_for(tmp_path, CHATML, CHATS[:1])
-    assert prepare(replace(config, special_tokens="ids")) == prepare(config)
+    tokenizer_with(tmp_path / "out", None)
+    summary = prepare(replace(config, special_tokens="ids"))
+    assert rows(summary.folder) == wanted_of(tmp_path / "tokenizer", CHATS[:1]) and prepare(config) == summary
     (tmp_path / "out/chat_template.jinja").write_text(TODAY)
     with pytest.raises(DataError, match="chat_template: it has"):
         prepare(replace(config, tokenizer_path=None))
-
-
-def test_a_root_without_the_template_takes_it_from_the_same_tokenizer(tmp_path: Path) -> None:
-    config = config_for(tmp_path, CHATML, CHATS[:1])
-    tokenizer_with(tmp_path / "out", None)
-    assert rows(prepare(config).folder) == wanted_of(tmp_path / "tokenizer", CHATS[:1])

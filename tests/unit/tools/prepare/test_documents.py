@@ -5,8 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +14,7 @@ from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import encode, units, vocabulary
 from pretraining.tools.prepare.packed_files import InputFile
-from pretraining.tools.prepare.units import find_input, read_part
+from pretraining.tools.prepare.units import find_input
 from pretraining.tools.prepare.vocabulary import training_sample
 
 
@@ -54,25 +52,6 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file") as error:
         read(InputFile(tmp_path / name, name, 1))
     assert error.value.path == tmp_path / name
-
-
-TEXTS = [f"document {n} " * (n % 7) for n in range(40)]
-
-
-def test_files_are_split_into_units_where_their_format_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "UNIT_BYTES", 500)
-    for name, count in (("a.jsonl", 4), ("b.jsonl.gz", 1), ("c.txt", 1), ("d.parquet", 6)):
-        path = tmp_path / name
-        if name == "d.parquet":
-            pq.write_table(pa.table({"text": TEXTS}), path, row_group_size=5)
-        else:
-            path.write_bytes("\n".join(TEXTS).encode() if name == "c.txt" else packed(name, json_lines(TEXTS)))
-        found = find_input(PrepareConfig(input_path=(str(path),), text_field="text"))
-        assert len(found.units) == count
-        assert found.size == sum(unit.size for unit in found.units) == path.stat().st_size
-        parts = [part for unit in found.units for part in unit.parts]
-        assert name == "c.txt" or texts_of(text for part in parts for text in read_part(part, "text")) == TEXTS
-        assert len({part.name for part in parts}) == count and all(name in part.name for part in parts)
 
 
 def test_a_tokenizer_is_trained_on_all_text_or_a_sample_of_all_parts(
