@@ -79,18 +79,12 @@ TRAINED = train_tokenizer(TEXTS, 300)
 @given(
     texts=st.lists(st.text(max_size=30), max_size=15).filter(any),
     name=st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.ndjson.zst", "a.parquet"]),
-    unit_bytes=st.sampled_from([1, 60, 10**6]),
-    batch=st.integers(1, 40),
-    tokens_per_file=st.sampled_from([1, 7, 10**6]),
+    sizes=st.tuples(st.sampled_from([1, 60, 10**6]), st.integers(1, 40), st.sampled_from([1, 7, 10**6])),
 )
 def test_any_text_is_decoded_from_its_tokens(
-    tmp_path_factory: pytest.TempPathFactory,
-    texts: list[str],
-    name: str,
-    unit_bytes: int,
-    batch: int,
-    tokens_per_file: int,
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], name: str, sizes: tuple[int, int, int]
 ) -> None:
+    unit_bytes, batch, tokens_per_file = sizes
     root = tmp_path_factory.mktemp("round")
     if name == "a.parquet":
         pq.write_table(pa.table({"text": texts}), root / name, row_group_size=3)
