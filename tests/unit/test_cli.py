@@ -320,7 +320,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [["--config", "my.yaml"], ["num_steps=5", "model.model_variant=tiny"], ["cfg.yaml"], ["--data-path", "/data"]],
 )
 def test_a_recipe_data_or_a_model_in_any_spelling_is_not_the_demo(folder: Path, words: list[str]) -> None:
-    chosen = ([], ["num_steps=5", "--Ckpt-Save-Path=data_path"], ["optimizer=sgdm", "train.max_steps=100"])
+    chosen: tuple[list[str], ...] = (
+        [],
+        ["num_steps=5", "--Ckpt-Save-Path=data_path"],
+        ["optimizer=sgdm", "train.max_steps=100"],
+    )
     assert all(demo.settings_beside(read_words(TrainConfig, each)) for each in chosen)
     assert not demo.settings_beside(read_words(TrainConfig, words))
 

@@ -159,9 +159,9 @@ def test_a_token_that_the_tokenizer_puts_first_and_training_never_saw_is_warned_
     begin = [("<|endoftext|>", 0)]
     library.post_processor = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", special_tokens=begin)
     library.save(f"{path}/tokenizer.json")
-    for number, data in enumerate(({}, {"bos_token": 0})):
+    for number, bos_token in enumerate((None, 0)):
         shape = replace(PLAIN, vocab_size=300)
-        make_run(tmp_path / f"run{number}", shape, tokenizer_path=path, **data)
+        make_run(tmp_path / f"run{number}", shape, tokenizer_path=path, bos_token=bos_token)
         run_export(tmp_path, ckpt_load_path=str(tmp_path / f"run{number}"), output_path=str(tmp_path / f"out{number}"))
         (message,) = caplog.messages
         assert "puts token 0 before every text, but the run had no bos_token" in message

@@ -220,16 +220,7 @@ def test_llama_cpp_writes_the_same_text(shape: LlamaShape, tmp_path: Path, capsy
     assert theirs == ours
 
 
-def test_what_llama_cpp_calls_by_another_name_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="needs the extra `slow`")
-    shape = replace(SHAPES["plain"], vocab_size=300, qk_norm="head", attention_bias="true", model_family="qwen3")
-    run = make_run(tmp_path, shape, tokenizer_path=make_tokenizer(tmp_path))
-    with pytest.raises(ConfigError, match=r"its qk_norm, biases need llama\.cpp's own convert_hf_to_gguf\.py"):
-        export(ExportConfig(str(run), str(tmp_path / "a.gguf"), format="gguf"))
-    assert [path.name for path in tmp_path.iterdir() if "gguf" in path.name] == []
-
-
-def test_a_tokenizer_that_splits_otherwise_a_missing_one_and_an_existing_file_are_refused(tmp_path: Path) -> None:
+def test_what_llama_cpp_does_not_know_and_an_existing_file_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="needs the extra `slow`")
     shape = replace(SHAPES["plain"], vocab_size=300)
     run, tokenizer = make_run(tmp_path, shape), make_tokenizer(tmp_path)
@@ -243,6 +234,11 @@ def test_a_tokenizer_that_splits_otherwise_a_missing_one_and_an_existing_file_ar
     Path(tokenizer, "tokenizer.json").write_text(json.dumps(definition))
     with pytest.raises(ConfigError, match="splits text by Whitespace"):
         export(ExportConfig(str(run), str(tmp_path / "a.gguf"), format="gguf", tokenizer_path=tokenizer))
+    named_otherwise = replace(shape, qk_norm="head", attention_bias="true", model_family="qwen3")
+    run = make_run(tmp_path / "qwen", named_otherwise, tokenizer_path=tokenizer)
+    with pytest.raises(ConfigError, match=r"its qk_norm, biases need llama\.cpp's own convert_hf_to_gguf\.py"):
+        export(ExportConfig(str(run), str(tmp_path / "a.gguf"), format="gguf"))
+    assert [path.name for path in tmp_path.iterdir() if "gguf" in path.name] == ["taken.gguf"]
 
 
 def test_without_its_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

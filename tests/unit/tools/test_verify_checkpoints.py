@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
     [
         (lambda folder: (folder / FIRST).unlink(), [FIRST]),
         (lambda folder: flip_byte(folder / SECOND), [SECOND]),
-        (lambda folder: (flip_byte(folder / FIRST), (folder / SECOND).write_bytes(b"")), [FIRST, SECOND]),
+        (lambda folder: [path.write_bytes(b"") for path in (folder / FIRST, folder / SECOND)], [FIRST, SECOND]),
         (lambda folder: (folder / "more.safetensors").touch(), ["more.safetensors"]),
         (lambda folder: (folder / MANIFEST).write_text("{"), [MANIFEST]),
         (lambda folder: (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace("3", "4")), [MANIFEST]),

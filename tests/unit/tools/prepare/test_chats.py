@@ -157,8 +157,9 @@ def test_messages_that_the_datasets_library_keeps_as_json_are_parsed(tmp_path: P
     config, path = config_for(tmp_path, LLAMA3_LIKE, []), str(tmp_path / "in")
     saved.save_to_disk(path)
     saved.to_parquet(f"{path}.parquet")
-    for given in ({"input_path": (), "hf_dataset": path}, {"input_path": (f"{path}.parquet",), "dataset": "table"}):
-        assert rows(prepare(replace(config, **given)).folder) == wanted_of(tmp_path / "tokenizer", conversations)
+    table = replace(config, input_path=(f"{path}.parquet",), dataset="table")
+    for each in (table, replace(config, input_path=(), hf_dataset=path)):
+        assert rows(prepare(each).folder) == wanted_of(tmp_path / "tokenizer", conversations)
 
 
 def test_json_in_a_string_is_text_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -237,15 +237,14 @@ def test_the_suggested_model_suits_the_tokens() -> None:
 Change = Callable[[PrepareConfig, Path], PrepareConfig]
 
 
-def written(name: str, content: str, **settings: Any) -> Change:
-    """Return a change that writes a file, and of settings; {0} in them is the folder."""
+def written(name: str, content: str, **paths: str) -> Change:
+    """Return a change that writes a file, and one of settings to paths in the folder."""
 
     def change(config: PrepareConfig, folder: Path) -> PrepareConfig:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
-        paths = {key: value.format(folder) if isinstance(value, str) else value for key, value in settings.items()}
-        paths |= {key: (value[0].format(folder),) for key, value in settings.items() if isinstance(value, tuple)}
-        return replace(config, **paths)
+        values: dict[str, Any] = {key: str(folder / path) for key, path in paths.items()}
+        return replace(config, **values | ({"input_path": (values["input_path"],)} if "input_path" in paths else {}))
 
     return change
 
@@ -334,11 +333,11 @@ REFUSED: list[tuple[Change, str, int | None, set[str], str]] = [
     (mixed("table.parquet", "words.parquet"), "words.parquet", 0, set(), ""),
     (mixed("words.parquet", "table.parquet"), "table.parquet", 0, set(), ""),
     (written("out/texts/shard.arrow", "theirs"), "out/texts", None, WAYS_OUT, ""),
-    (written("file", "", output_path="{0}/file/out"), f"file/out/{PLAN}", None, {"output_path"}, ""),
-    (written("empty.txt", "", input_path=("{0}/empty.txt",)), "empty.txt", None, set(), ""),
+    (written("file", "", output_path="file/out"), f"file/out/{PLAN}", None, {"output_path"}, ""),
+    (written("empty.txt", "", input_path="empty.txt"), "empty.txt", None, set(), ""),
     (beside_foreign_ids, "out/table", None, {"tokenizer_path", "output_path"}, ""),
     (
-        written("tokenizer.json", LFS, tokenizer_path="{0}"),
+        written("tokenizer.json", LFS, tokenizer_path=""),
         "tokenizer.json",
         None,
         set(),
