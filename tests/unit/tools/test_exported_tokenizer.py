@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import tokenizers
 from training_runs import TINY
 
 from pretraining.cli import main
+from pretraining.config.recipes import load_config
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 
@@ -35,9 +37,11 @@ def write_folder(folder: Path, config: dict[str, Any], files: dict[str, str]) ->
 
 def exported_from(folder: Path, root: Path) -> Path:
     (root / "web.jsonl").write_text('{"text": "some words of a text"}\n' * 200)
-    main(["prepare", f"input_path={root / 'web.jsonl'}", f"output_path={root / 'data'}", f"tokenizer_path={folder}"])
-    flags = [f"data_path={root / 'data'}", "logical_shards=8", "num_steps=1", f"ckpt_save_path={root / 'run'}"]
-    main(["train", *MODEL, *flags])
+    with contextlib.chdir(root):
+        main(["prepare", "input_path=web.jsonl", "output_path=data", f"tokenizer_path={folder}"])
+        main(["train", *MODEL, "data_path=data", "logical_shards=8", "num_steps=1", "ckpt_save_path=run"])
+    tokenizer = load_config(root / "run" / "config.yaml").data.tokenizer_path
+    assert tokenizer == str(root / "data"), "as typed, it would be a name on the Hub elsewhere"
     main(["export", str(root / "run"), str(root / "out")])
     return root / "out"
 
@@ -77,7 +81,7 @@ def test_an_export_through_prepared_data_is_the_tokenizer_of_the_folder(
     assert (again.special_tokens_map, again.chat_template) == (SPECIAL, before.chat_template)
 
 
-def test_a_folder_that_an_earlier_version_recorded_as_typed_is_no_name_either(
+def test_a_folder_that_an_earlier_version_recorded_as_typed_is_no_name_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unit.tools.test_export import make_run
