@@ -87,7 +87,6 @@ def page_of(*folders: Path) -> str:
 
 
 def cells_of(page: str, heading: str) -> list[list[str]]:
-    """The rows of the table under a heading."""
     after = page.partition(f"<h2>{heading}</h2>")[2].partition("</table>")[0]
     return [re.findall("<t[dh]>(.*?)</t[dh]>", row) for row in after.split("</tr>")[:-1]]
 

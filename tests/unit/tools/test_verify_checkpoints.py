@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,6 @@ def rewritten(folder: Path, change: Change) -> list[str]:
 
 
 def cut(*ranges: tuple[int, int]) -> Change:
-    """Store one tensor in pieces of rows."""
 
     def change(pieces: list[WriteItem]) -> list[WriteItem]:
         (whole,) = [piece for piece in pieces if piece.name == UP]
@@ -113,13 +113,11 @@ def cut(*ranges: tuple[int, int]) -> Change:
 
 
 def put(tensor: torch.Tensor, name: str = UP) -> Change:
-    """Store another tensor."""
     item = WriteItem(name, Chunk.whole(tensor.shape), tensor)
     return lambda pieces: [*(piece for piece in pieces if piece.name != name), item]
 
 
 def without(end: str) -> Change:
-    """Store no tensor of a name that ends so."""
     return lambda pieces: [piece for piece in pieces if not piece.name.endswith(end)]
 
 
@@ -260,21 +258,13 @@ def make_run(run: Path) -> Path:
     return run
 
 
-Shown = Callable[..., list[str]]
-
-
-@pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
-    """Return a function that lists a run and returns the printed lines."""
-
-    def show(run: Path, **settings: bool) -> list[str]:
+def shown(run: Path, **settings: bool) -> list[str]:
+    with redirect_stdout(StringIO()) as out:
         list_checkpoints(ListConfig(str(run), **settings))
-        return capsys.readouterr().out.splitlines()
-
-    return show
+    return out.getvalue().splitlines()
 
 
-def test_a_line_a_checkpoint_in_the_order_of_steps_and_as_json_an_object_each(tmp_path: Path, shown: Shown) -> None:
+def test_a_line_a_checkpoint_in_the_order_of_steps_and_as_json_an_object_each(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     lines = shown(run)
     states = ["complete, import", "complete, best", "complete", "complete, preempt", "damaged", "incomplete"]
@@ -295,7 +285,7 @@ def test_a_line_a_checkpoint_in_the_order_of_steps_and_as_json_an_object_each(tm
     assert [row.age_seconds > 3e7 for row in rows_of(run)[:3]] == [False, True, False]
 
 
-def test_a_run_without_checkpoints_has_none_and_no_run_is_an_error(tmp_path: Path, shown: Shown) -> None:
+def test_a_run_without_checkpoints_has_none_and_no_run_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert len(shown(tmp_path)) == 2 and shown(tmp_path)[1].startswith("0 checkpoints")
     with pytest.raises(CheckpointError) as refusal:

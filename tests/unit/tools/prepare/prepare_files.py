@@ -33,7 +33,6 @@ def prepare_config(root: Path, inputs: str = "in.jsonl", **changes: Any) -> Prep
 
 
 def one(path: Path, content: bytes | str) -> InputFile:
-    """Writes a file, and lists it."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return recognise(path, path.name, path.stat().st_size)
 
@@ -44,7 +43,6 @@ def read(file: InputFile, field: str = "text", begin: int = 0, end: int | None =
 
 
 def texts_of(documents: Iterable[Document]) -> list[str]:
-    """Return the texts of documents."""
     texts = [""]
     for document in documents:
         assert isinstance(document.content, str)
@@ -89,7 +87,6 @@ def write_table(path: Path, columns: pa.Table | dict[str, Any], rows: int, as_st
 
 
 def rows(folder: Path) -> list[list[int]]:
-    """Return all documents of a dataset."""
     return [
         row
         for path in sorted(folder.glob("*.arrow"))
@@ -98,7 +95,6 @@ def rows(folder: Path) -> list[list[int]]:
 
 
 def contents(root: str | Path) -> dict[str, bytes]:
-    """Return the content of every file below a folder."""
     return {str(path.relative_to(root)): path.read_bytes() for path in Path(root).rglob("*") if path.is_file()}
 
 
@@ -113,17 +109,7 @@ def made_elsewhere(config: PrepareConfig, **changes: Any) -> dict[str, bytes]:
 
 
 def prepare_killed(config: PrepareConfig, moment: str, number: int, layout: ProcessLayout | None = None) -> bool:
-    """Start `prepare` in a process of its own, forked from this one, and kill it.
-
-    Args:
-        config: of the call.
-        moment: `before` or `after` a file gets its name, or `writing`.
-        number: which time, from 1, counted over all files.
-        layout: of the call.
-
-    Returns:
-        whether it was killed; False where it had ended before.
-    """
+    """Return whether `prepare` was killed `before` or `after` a file got its name or while `writing`, the nth time."""
     process = multiprocessing.get_context("fork").Process(target=_run, args=(config, moment, number, layout))
     process.start()
     process.join()

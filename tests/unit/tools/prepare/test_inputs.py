@@ -76,7 +76,6 @@ ANY = Selection(PrepareConfig().extensions)
 
 
 def records(root: Path, *names: str) -> None:
-    """Write files of JSON lines."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(json_lines([name]))

@@ -255,7 +255,6 @@ def other_tokenizer(config: PrepareConfig, folder: Path) -> PrepareConfig:
 
 
 def changed(change: Callable[[Path], object]) -> Change:
-    """Return a change to the finished dataset."""
 
     def apply(config: PrepareConfig, folder: Path) -> PrepareConfig:
         change(folder / "out/texts")
@@ -317,7 +316,6 @@ def beside_foreign_ids(config: PrepareConfig, folder: Path) -> PrepareConfig:
 
 
 def asked(**settings: Any) -> Change:
-    """Return a change of settings only."""
     return lambda config, folder: replace(config, dataset="texts", **settings)
 
 
