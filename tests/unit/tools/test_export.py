@@ -27,6 +27,7 @@ from unit.checkpoint.checkpoint_files import (
 )
 from unit.checkpoint.test_hf_import import sharded, single, weights
 
+from pretraining.api import load_model
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, shape_of
@@ -37,7 +38,6 @@ from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.launch.machine import MachineMemory
 from pretraining.model.hf import ORIGIN_FILE, parameter_shapes
-from pretraining.model.llama import Llama
 from pretraining.tools import import_weights as import_module
 from pretraining.tools.commands import ExportConfig, ImportConfig
 from pretraining.tools.export import export
@@ -59,15 +59,6 @@ def run_export(root: Path, **settings: Any) -> None:
     export(ExportConfig(**{"ckpt_load_path": str(root / "run"), "output_path": str(root / "out"), **settings}))
 
 
-def logits_of(tensors: dict[str, torch.Tensor], shape: LlamaShape, tokens: torch.Tensor) -> torch.Tensor:
-    model = Llama(shape)
-    parameters = {name: tensors[name] for name, _ in model.named_parameters()}
-    model.load_state_dict(parameters, strict=False)
-    with torch.no_grad():
-        logits: torch.Tensor = model(tokens)
-    return logits
-
-
 @pytest.mark.parametrize(
     ("shape", "full"), [*((shape, False) for shape in SHAPES.values()), (PLAIN, True)], ids=[*SHAPES, "full"]
 )
@@ -75,7 +66,7 @@ def test_transformers_compute_the_same_logits(
     tmp_path: Path, shape: LlamaShape, full: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    tensors = make_run(tmp_path / "run", shape, full=full)
+    make_run(tmp_path / "run", shape, full=full)
     run_export(tmp_path, dtype="float32", max_shard_size="6KB")
     model, information = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype="auto", output_loading_info=True
@@ -84,8 +75,8 @@ def test_transformers_compute_the_same_logits(
     assert model.dtype == torch.float32 and len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     tokens = torch.randint(shape.vocab_size, (2, 30), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        theirs = model(tokens).logits
-    torch.testing.assert_close(theirs, logits_of(tensors, shape, tokens), atol=1e-5, rtol=0)
+        theirs, ours = model(tokens).logits, load_model(tmp_path / "run")(tokens)
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
     assert "from_pretrained" in capsys.readouterr().out
 
 
