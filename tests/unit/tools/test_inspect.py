@@ -29,21 +29,10 @@ BATCH = 11
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> InspectConfig:
     root = make_root(tmp_path_factory.mktemp("data"), web=300, code=120)
-    return InspectConfig(
-        model=ModelConfig(vocab_size=1000),
-        data=DataConfig(
-            data_path=str(root),
-            datasets=("web", "code"),
-            weights=(3, 1),
-            seq_length=24,
-            sep_token=SEP,
-            logical_shards=8,
-            num_workers=0,
-            held_out_fraction=0.2,
-        ),
-        batch=BatchConfig(global_batch_size=BATCH),
-        run=RunConfig(seed=7),
-    )
+    data = DataConfig(data_path=str(root), datasets=("web", "code"), weights=(3, 1), seq_length=24, sep_token=SEP)
+    data = replace(data, logical_shards=8, num_workers=0, held_out_fraction=0.2)
+    batch, run = BatchConfig(global_batch_size=BATCH), RunConfig(seed=7)
+    return InspectConfig(model=ModelConfig(vocab_size=1000), data=data, batch=batch, run=run)
 
 
 def asking(config: InspectConfig, **asked: Any) -> InspectConfig:

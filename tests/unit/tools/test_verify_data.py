@@ -61,9 +61,8 @@ def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "texts").mkdir()
     for number in range(6):
         (root / f"texts/{number}.txt").write_text(f"Document {number}. " * (20 + number))
-    return prepare(
-        PrepareConfig(input_path=(str(root / "texts"),), output_path=str(root / "out"), tokens_per_file=100)
-    ).folder
+    texts, output = str(root / "texts"), str(root / "out")
+    return prepare(PrepareConfig(input_path=(texts,), output_path=output, tokens_per_file=100)).folder
 
 
 @pytest.fixture
