@@ -29,17 +29,13 @@ from pretraining.tools.commands import ExportConfig, SampleConfig
 from pretraining.tools.export import export
 from pretraining.tools.sample import sample
 
-every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 WITH_TEXT = replace(SHAPES["plain"], vocab_size=300)
 TEXTS = ["some text to train on, and ä few ✓ signs"] * 20
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-pytestmark = pytest.mark.usefixtures("cpu")
 
 
 def make_run(root: Path, shape: LlamaShape, **data: Any) -> Path:
@@ -66,7 +62,7 @@ def greedy(path: Path, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-@every_shape
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_greedy_tokens_are_those_of_the_whole_model_and_of_transformers(
     tmp_path: Path, shape: LlamaShape, capsys: pytest.CaptureFixture[str]
 ) -> None:
