@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import chdir
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,14 +155,9 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     ],
 )
 def test_an_impossible_command_is_one_message(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ending:
+    with chdir(tmp_path), pytest.raises(SystemExit) as ending:
         main(arguments)
     error = capsys.readouterr().err
     assert ending.value.code == 1 and message in error and error.count("error:") == 1

@@ -228,16 +228,16 @@ REFUSED: list[tuple[str | None, list[Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("template", "contents", "changes", "words"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_encoded_as_chats_is_one_error(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    template: str | None,
-    contents: list[Any],
-    changes: dict[str, Any],
-    words: str,
-) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_SECONDS", 1.0)
+
+
+@pytest.mark.parametrize(("template", "contents", "changes", "words"), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.usefixtures("impatient")
+def test_what_cannot_be_encoded_as_chats_is_one_error(
+    tmp_path: Path, template: str | None, contents: list[Any], changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(DataError) as error:
         prepare(config_for(tmp_path, template, contents, **changes))
     assert words in str(error.value)
