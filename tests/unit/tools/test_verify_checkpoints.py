@@ -28,6 +28,7 @@ from unit.checkpoint.checkpoint_files import (
 )
 
 from pretraining.checkpoint.chunks import Chunk
+from pretraining.checkpoint.completeness import coverage_fault
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import ITERATION_FILE, MANIFEST, MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE
 from pretraining.checkpoint.restore import load
@@ -146,6 +147,12 @@ def test_pieces_that_do_not_make_each_tensor_once_are_named(
     faults = rewritten(tmp_path / "c", change)
     assert len(faults) == (0 if message is None else 1), faults
     assert message is None or message in faults[0]
+
+
+def test_chunks_that_are_cut_along_two_dims_cover_a_tensor_once() -> None:
+    grid = [Chunk((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
+    assert coverage_fault(grid, (4, 6)) is None
+    assert all(coverage_fault(wrong, (4, 6)) for wrong in (grid[1:], grid[:-1], [*grid, grid[1]]))
 
 
 def test_an_invalid_safetensors_file_is_a_fault_despite_its_checksum(folder: Path) -> None:
