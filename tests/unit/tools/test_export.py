@@ -94,6 +94,8 @@ def test_float32_keeps_every_bit_and_bfloat16_rounds_each_weight_in_files_as_lar
         assert torch.equal(files[file][name], tensors[name]) and torch.equal(rounded[name], tensors[name].bfloat16())
     assert index["metadata"]["total_size"] == 4 * index["metadata"]["total_parameters"]
     assert index["metadata"]["total_parameters"] == sum(map(torch.Tensor.numel, rounded.values()))
+    sizes = {"6KB": 6000, "1.5 mb": 1_500_000, "2GiB": 2**31}
+    assert {text: ExportConfig("r", "o", max_shard_size=text).max_shard_bytes for text in sizes} == sizes
     for name, dtype in (("exact", "float32"), ("out", "bfloat16")):
         assert exported_json(tmp_path / name, "config.json")["dtype"] == dtype
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()

@@ -294,7 +294,7 @@ def test_a_line_a_checkpoint_in_the_order_of_steps_and_as_json_an_object_each(tm
 
 def test_a_run_without_checkpoints_has_none_and_no_run_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    assert len(shown(tmp_path)) == 2 and shown(tmp_path)[1].startswith("0 checkpoints")
+    assert shown(tmp_path)[1].startswith("0 checkpoints")
     with pytest.raises(CheckpointError) as refusal:
         shown(tmp_path / "nowhere")
-    assert refusal.value.path == tmp_path / "nowhere" and refusal.value.settings == ("run_path",)
+    assert (refusal.value.path, refusal.value.settings) == (tmp_path / "nowhere", ("run_path",))
