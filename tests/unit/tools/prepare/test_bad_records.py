@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
@@ -245,3 +247,12 @@ def test_unknown_tokens_are_named_and_a_text_that_vanishes_is_an_error(
     saved(tmp_path / "words", made(models.WordLevel({"ab xx cd": 0}, unk_token="<unk>")))
     with pytest.raises(DataError, match=r"the tokenizer fails on a text \(WordLevel error: Missing"):
         prepare(replace(config, output_path=str(tmp_path / "fails")))
+
+
+def test_rows_of_token_ids_with_a_missing_token_are_left_out(config: PrepareConfig, tmp_path: Path) -> None:
+    ids = pa.array([[1, 2], [3, None], [4]], pa.list_(pa.int32()))
+    pq.write_table(pa.table({"ids": ids}), tmp_path / "ids.parquet")
+    config = replace(config, input_path=(str(tmp_path / "ids.parquet"),), text_field="ids", bad_records="skip")
+    summary = prepare(config)
+    assert rows(summary.folder) == [[1, 2], [4]]
+    assert summary.bad_record_names[0].startswith("ids.parquet, row 1: a token is missing (null)")

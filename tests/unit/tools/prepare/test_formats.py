@@ -460,3 +460,18 @@ def test_a_tokenizer_is_trained_on_all_text_or_a_sample_of_all_parts(
     assert 90 < sum(map(len, sample)) <= 100 and max(map(len, sample)) <= 10
     numbers = [int(text[:3]) for text in sample if text[:3].isdecimal()]
     assert min(numbers) < 50 and max(numbers) > 150
+
+
+def test_an_unterminated_value_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_JSON_BLOCK", 10)
+    monkeypatch.setattr(documents, "LARGEST_VALUE_CHARACTERS", 100)
+    taken = 0
+
+    def read_some(count: int) -> str:
+        nonlocal taken
+        taken += count
+        return "x" * count if taken > 20 else '[{"text": "'.ljust(10, " ")
+
+    with pytest.raises(ValueError, match="line 1 column"):
+        list(documents._json_values(read_some))
+    assert taken < 400

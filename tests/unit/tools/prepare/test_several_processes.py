@@ -261,3 +261,17 @@ def test_units_damaged_on_disk_are_redone_and_files_of_other_calls_are_ignored(
         (work / name).write_text("[")
     prepare(small)
     assert contents(small.output_path) == wanted
+
+
+def test_rank_0_chooses_the_encoder(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    choose = run.choose_encoder
+
+    def watched(tokenizer: Any, encoder: Any) -> Any:
+        asked.append(encoder)
+        return choose(tokenizer, encoder)
+
+    monkeypatch.setattr(run, "choose_encoder", watched)
+    ranks(config, 3, 0, 1)
+    plan = json.loads(Path(config.output_path, ".in.preparing", "plan.json").read_text())
+    assert asked == ["auto", plan["encoding"]["encoder"]] and plan["encoding"]["encoder"] != "auto"
