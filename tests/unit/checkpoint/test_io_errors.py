@@ -21,6 +21,7 @@ from pretraining.errors import CheckpointError
 pytestmark = pytest.mark.usefixtures("single_process")
 
 CALLS = [(os, "write"), (os, "preadv"), (os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "open")]
+LASTING = float("inf")
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def failing(first: int, times: float) -> Iterator[list[str]]:
+def failing(first: int, times: float, code: int = errno.EIO) -> Iterator[list[str]]:
     """Fail this many calls of the file system, from call `first` on; yield the failed ones."""
     failed: list[str] = []
     calls = count(1)
@@ -39,7 +40,7 @@ def failing(first: int, times: float) -> Iterator[list[str]]:
             if next(calls) >= first and len(failed) < times:
                 failed.append(name)
                 path = [str(args[0])] if isinstance(args[0], Path) else []  # not of a descriptor
-                raise OSError(errno.EIO, os.strerror(errno.EIO), *path)
+                raise OSError(code, os.strerror(code), *path)
             return call(*args, **more)
 
         return wrapped
@@ -59,12 +60,22 @@ def holds(run: Path, step: int) -> bool:
     return newest.name == f"step_{step}_ckp" and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def points_of_failure(times: float) -> Iterator[tuple[int, list[str]]]:
+    """Let the first call fail, then the second and so on, until one is never made; yield numbers and failed calls."""
+    for number in count(1):
+        with failing(number, times) as failed:
+            yield number, failed
+        if not failed:
+            assert number > 3
+            return
+
+
 def test_a_save_that_fails_at_any_point_leaves_the_checkpoint_before_it_and_the_next_save_works(tmp_path: Path) -> None:
     met = set()
     for number in count(1):
         run = tmp_path / str(number)
         save(run, 1)
-        with failing(number, times=float("inf")) as failed:
+        with failing(number, LASTING) as failed:
             try:
                 save(run, 2)
             except CheckpointError as error:
@@ -81,25 +92,30 @@ def test_a_save_that_fails_at_any_point_leaves_the_checkpoint_before_it_and_the_
 
 
 def test_an_error_that_passes_costs_nothing_at_any_point_of_a_save_and_a_load(tmp_path: Path) -> None:
-    for number in count(1):
-        with failing(number, times=1) as failed:
-            save(tmp_path / str(number), 2)
-            assert holds(tmp_path / str(number), 2)
-        if not failed:
-            break
+    for number, _ in points_of_failure(times=1):
+        save(tmp_path / str(number), 2)
+        assert holds(tmp_path / str(number), 2)
     assert number > 10
 
 
 def test_a_load_that_fails_at_any_point_is_an_error_and_changes_no_file(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    for number in count(1):
-        with failing(number, times=float("inf")) as failed:
-            try:
-                load(folder, tensors(0.0))
-            except CheckpointError as error:
-                assert str(folder) in str(error)
-        if not failed:
-            break
-        assert {path: path.read_bytes() for path in folder.iterdir()} == before and holds(tmp_path, 1)
-    assert number > 3
+    for _, failed in points_of_failure(LASTING):
+        try:
+            load(folder, tensors(0.0))
+        except CheckpointError as error:
+            assert failed and str(folder) in str(error)
+        else:
+            assert not failed
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before and holds(tmp_path, 1)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named_with_the_bytes_needed_and_the_older_checkpoint_stays(tmp_path: Path, code: int) -> None:
+    save(tmp_path, 1)
+    with failing(3, LASTING, code), pytest.raises(CheckpointError, match="takes 44 bytes") as raised:
+        save(tmp_path, 2)
+    assert (raised.value.path or tmp_path).is_relative_to(tmp_path / CHECKPOINTS)
+    assert raised.value.settings == ("ckpt_save_path",)
+    assert [path.name for path in (tmp_path / CHECKPOINTS).iterdir()] == ["step_1_ckp"]  # no leftovers use disk space

@@ -22,7 +22,6 @@ from pretraining.checkpoint.run_folder import (
     committed_checkpoints,
     unfinished_saves,
 )
-from pretraining.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -40,12 +39,12 @@ def test_a_checkpoint_is_found_by_its_manifest_under_any_name(tmp_path: Path) ->
     (tmp_path / CHECKPOINTS / "notes").mkdir()
     assert steps_in(tmp_path) == [9, 10, 100] and unfinished_saves(tmp_path) == []
     (tmp_path / CHECKPOINTS / "the one before" / MANIFEST).write_text("{")
-    assert steps_in(tmp_path) == [-1, 10, 100]
-
-
-def test_of_one_step_the_preemption_checkpoint_was_saved_first(tmp_path: Path) -> None:
-    found = [save(tmp_path, 5, kind="preempt"), save(tmp_path, 5)]
-    assert [each.path for each in committed_checkpoints(tmp_path)] == found
+    assert steps_in(tmp_path) == [-1, 10, 100]  # without a manifest, the name tells the step
+    for name, step in (("step_9_ckp", 9), ("tokens(1.00e0)_ckpt.step_3", 3)):
+        (checkpoint_path(tmp_path, 10) / MANIFEST).unlink(missing_ok=True)
+        checkpoint_path(tmp_path, 10).rename(tmp_path / CHECKPOINTS / name)
+        assert steps_in(tmp_path) == [-1, step, 100]
+        (tmp_path / CHECKPOINTS / name).rename(checkpoint_path(tmp_path, 10))
 
 
 def test_names_tell_the_step_or_the_story() -> None:
@@ -68,21 +67,12 @@ def test_the_next_save_removes_nothing_that_no_save_has_made(tmp_path: Path) -> 
     assert {path.name for path in checkpoints.iterdir()} == {"step_5_ckp", "step_6_ckp", *theirs}
 
 
-def test_the_manifest_says_the_step_and_the_name_only_where_there_is_none(tmp_path: Path) -> None:
-    save(tmp_path, 5).rename(tmp_path / CHECKPOINTS / "step_9_ckp")
-    save(tmp_path, 6)
-    assert steps_in(tmp_path) == [5, 6]
-    (tmp_path / CHECKPOINTS / "step_9_ckp" / MANIFEST).unlink()
-    assert steps_in(tmp_path) == [6, 9]
-    (tmp_path / CHECKPOINTS / "step_9_ckp").rename(tmp_path / CHECKPOINTS / "tokens(1.00e0)_ckpt.step_3")
-    assert steps_in(tmp_path) == [3, 6]
-
-
-def test_a_kill_between_the_two_renames_of_a_save_again_leaves_the_new_one_in_front(tmp_path: Path) -> None:
-    """Retention and starts use the last checkpoint of a step; a replaced one has the second name."""
-    folder = save(tmp_path, 5)
-    shutil.copytree(folder, folder.with_name("step_5_ckp.step_5"), dirs_exist_ok=True)
-    assert [each.path.name for each in committed_checkpoints(tmp_path)] == ["step_5_ckp.step_5", "step_5_ckp"]
+def test_of_one_step_a_checkpoint_for_preemption_and_a_replaced_one_come_first(tmp_path: Path) -> None:
+    """Retention and starts use the last checkpoint of a step."""
+    preempt, folder = save(tmp_path, 5, kind="preempt"), save(tmp_path, 5)
+    replaced = shutil.copytree(folder, folder.with_name("step_5_ckp.step_5"))  # by a kill between its two renames
+    assert {each.path for each in committed_checkpoints(tmp_path)[:2]} == {preempt, replaced}
+    assert committed_checkpoints(tmp_path)[2].path == folder
 
 
 def test_a_link_in_place_of_a_checkpoint_is_replaced_or_removed_and_its_target_stays(tmp_path: Path) -> None:
@@ -121,32 +111,6 @@ def test_a_process_that_dies_while_it_saves_a_step_again_leaves_a_good_checkpoin
         assert read_manifest(newest.path).step == 5 and newest.has_save_name
         save(run, 5)
         assert unfinished_saves(run) == [] and steps_in(run)[-1] == 5
-
-
-def failing(times: int, number: int) -> object:
-    """Return an os.fsync that fails a few times."""
-    calls = []
-
-    def fsync(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) <= times:
-            raise OSError(number, os.strerror(number))
-
-    return fsync
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_named_with_the_bytes_needed_and_the_older_checkpoint_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    save(tmp_path, 5)
-    monkeypatch.setattr(os, "fsync", failing(9, number))
-    with pytest.raises(CheckpointError) as raised:
-        save(tmp_path, 6)
-    assert (raised.value.path or tmp_path).is_relative_to(tmp_path / CHECKPOINTS)
-    assert "takes 44 bytes" in str(raised.value)
-    assert raised.value.settings == ("ckpt_save_path",)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_5_ckp"]  # no leftovers use disk space
 
 
 def test_a_failed_removal_does_not_stop_a_save(
