@@ -120,44 +120,19 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Run]:
     return partial(Run, tmp_path, asynchronous=request.param)
 
 
-def test_saves_come_on_the_interval_and_at_the_end_once(make: Callable[..., Run]) -> None:
-    run = make()
-    with run.training():
-        run.steps(5)
-    assert run.names == ["2", "4", "5"] and run.manager.newest == run.folder / CHECKPOINTS / "step_5_ckp"
-    with make().training():
-        pass  # no step
-    assert len(run.names) == 3
-
-
-def test_a_checkpoint_holds_the_values_at_the_time_of_its_save(make: Callable[..., Run]) -> None:
+def test_saves_come_on_the_interval_and_at_the_end_once_and_hold_the_values_of_their_time(
+    make: Callable[..., Run],
+) -> None:
     run = make(saving(every(3)))
     with run.training():
         run.steps(8)
+    with make().training():
+        pass  # no step
+    assert run.names == ["3", "6", "8"] and run.manager.newest == run.folder / CHECKPOINTS / "step_8_ckp"
     for step in (3, 6, 8):
         restored = tensors(0.0)
         load(run.folder / CHECKPOINTS / f"step_{step}_ckp", restored)
         assert all(torch.equal(restored[name], value) for name, value in tensors(float(step)).items())
-
-
-def stopped_at_2(folder: Path, settings: CheckpointConfig) -> Run:
-    """Return a run that a signal has stopped."""
-    run = Run(folder, settings)
-    with run.training():
-        run.step()
-        run.state.request_stop(15)
-        run.step()
-    return run
-
-
-def test_a_checkpoint_that_was_asked_for_by_its_step_stays_where_a_signal_comes_at_that_step(tmp_path: Path) -> None:
-    first = stopped_at_2(tmp_path, saving(NEVER, checkpoint_steps=(2,)))
-    assert first.manifest("step_2_ckp").kind == "interval"
-    second = Run(tmp_path, saving(NEVER, checkpoint_steps=(2,)), restored=first.manifest("step_2_ckp"))
-    second.state.progress = first.state.progress
-    with second.training():
-        second.steps(1)
-    assert second.names == ["2", "3"]
 
 
 def test_kinds_say_why(make: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
@@ -187,11 +162,17 @@ def test_the_best_loss_continues_after_a_resume(tmp_path: Path) -> None:
     assert second.manifest("step_5_ckp").evaluation_loss == 1.7
 
 
-@pytest.mark.parametrize("save_best", [True, False])
-def test_a_pending_evaluation_keeps_the_kind_of_an_interval_checkpoint(tmp_path: Path, save_best: bool) -> None:
-    settings = saving(every(2), save_best=save_best)
-    first = stopped_at_2(tmp_path, settings)
+@pytest.mark.parametrize(
+    "settings", [saving(every(2)), saving(every(2), save_best=False), saving(NEVER, checkpoint_steps=(2, 4))]
+)
+def test_a_signal_or_a_pending_evaluation_changes_no_kind(tmp_path: Path, settings: CheckpointConfig) -> None:
+    first = Run(tmp_path, settings)
+    with first.training():
+        first.step()
+        first.state.request_stop(15)
+        first.step()
     path = tmp_path / CHECKPOINTS / "step_2_ckp"
+    assert read_document(path).kind == "interval"
     second = Run(tmp_path, settings, own=CheckpointRef(path, read_document(path)))
     second.state.progress = second.state.before = first.state.progress
     with second.training():
@@ -252,7 +233,7 @@ class Counter:
         self.count = int(state["count"])
 
 
-def test_the_memory_of_collaborators_comes_back_and_missing_or_unknown_ones_are_no_error(tmp_path: Path) -> None:
+def test_states_of_components_are_restored_and_missing_or_unknown_ones_are_no_error(tmp_path: Path) -> None:
     counter = Counter()
     run = Run(tmp_path, states={"counter": counter})
     with run.training():
@@ -333,7 +314,7 @@ def test_a_state_of_another_form_is_one_error_that_names_its_part(tmp_path: Path
     assert "counter" in str(refused.value) and refused.value.path == tmp_path
 
 
-def test_weights_that_are_not_finite_are_saved_at_no_end(tmp_path: Path) -> None:
+def test_the_last_step_is_not_saved_with_weights_that_are_not_finite(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(CheckpointError) as refused, run.training():
         run.state.stop_step = 1

@@ -106,36 +106,35 @@ def make(run: Path, *saved: tuple[int, Branches]) -> list[Path]:
     return [save(run, step, evaluation_loss=float(len(str(run))), branches=branches) for step, branches in saved]
 
 
-def chosen(root: Path, disk: Saved, store: Saved) -> tuple[list[str], ...]:
-    """Return the current checkpoints, those given up on the disk, and those given up in the store."""
-    make(root / "a", *disk)
-    found = own_checkpoints(root / "a", copies_of(make(root / "bb", *store)))
-    copies = [name.removeprefix("step_").removesuffix("_ckp") for name in found.given_up_copies]
-    return names(each.path for each in found.current), names(found.given_up), copies
+OLD: Saved = [(step, (FIRST,)) for step in (2, 4, 6, 8)]
+NEW: Saved = [(2, (FIRST,)), (5, (FIRST, RETURN)), (7, (FIRST, RETURN))]
+AGAIN: Saved = [(2, (FIRST,)), (6, (FIRST, RETURN, ROLLBACK))]  # which saved step 6 again
+MOVED: Saved = [(4, (FIRST,)), (5, (FIRST, RETURN)), (8, (FIRST,))]
+EARLIER: Saved = [(9, ())]  # saved by an earlier version, which knows no branches
+BOTH: Saved = [(4, (FIRST,)), (6, (FIRST, RETURN))]
+# on the disk, in the store; then the steps that count, those given up on the disk and those given up in the store
+CHOICES: dict[str, tuple[Saved, Saved, list[str], list[str], list[str]]] = {
+    "row 63, an old disk": (OLD, NEW, ["2", "4", "5", "7"], ["6", "8"], []),
+    "row 63, an old store": (NEW, OLD, ["2", "4", "5", "7"], [], ["6", "8"]),
+    "a rollback": (NEW, AGAIN, ["2", "5", "6"], ["7"], []),
+    "two returns that did not see each other": (
+        [(4, (FIRST,)), (9, (FIRST, OTHER))],
+        [(4, (FIRST,)), (7, (FIRST, RETURN))],
+        ["4", "7"],
+        ["9"],
+        [],
+    ),
+    "row 63, moved back by the user on both sides": (MOVED, MOVED, ["4", "5", "8"], [], []),
+    "moved back in the store": ([(4, (FIRST,)), (7, (FIRST, RETURN))], MOVED, ["4", "5", "8"], ["7"], []),
+    "an earlier version's on the disk": (EARLIER, BOTH, ["4", "6", "9"], [], []),
+    "an earlier version's in the store": (BOTH, EARLIER, ["4", "6", "9"], [], []),
+}
 
 
-def test_row_63_the_side_with_the_newest_return_decides(tmp_path: Path) -> None:
-    old = [(step, (FIRST,)) for step in (2, 4, 6, 8)]
-    new = [(2, (FIRST,)), (5, (FIRST, RETURN)), (7, (FIRST, RETURN))]
-    assert chosen(tmp_path / "old disk", old, new) == (["2", "4", "5", "7"], ["6", "8"], [])
-    assert chosen(tmp_path / "old store", new, old) == (["2", "4", "5", "7"], [], ["6", "8"])
-    again = [(2, (FIRST,)), (6, (FIRST, RETURN, ROLLBACK))]  # which saved step 6 again
-    assert chosen(tmp_path / "a rollback", new, again) == (["2", "5", "6"], ["7"], [])
-
-
-def test_of_two_returns_that_did_not_see_each_other_that_in_the_store_holds(tmp_path: Path) -> None:
-    disk, store = ([(4, (FIRST,)), (9, (FIRST, each))] for each in (OTHER, RETURN))
-    assert chosen(tmp_path, disk, [*store[:1], (7, store[1][1])]) == (["4", "7"], ["9"], [])
-
-
-def test_row_63_what_the_user_moved_back_on_both_sides_counts(tmp_path: Path) -> None:
-    both = [(4, (FIRST,)), (5, (FIRST, RETURN)), (8, (FIRST,))]
-    assert chosen(tmp_path / "moved", both, both) == (["4", "5", "8"], [], [])
-    assert chosen(tmp_path / "third", [(4, (FIRST,)), (7, (FIRST, RETURN))], both) == (["4", "5", "8"], ["7"], [])
-
-
-@pytest.mark.parametrize("is_on_disk", [True, False])
-def test_a_checkpoint_that_an_earlier_version_saved_between_is_not_given_up(is_on_disk: bool, tmp_path: Path) -> None:
-    known, later = [(4, (FIRST,)), (6, (FIRST, RETURN))], [(9, ())]
-    disk, store = (later, known) if is_on_disk else (known, later)
-    assert chosen(tmp_path, disk, store) == (["4", "6", "9"], [], [])
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_side_with_the_newest_return_decides(name: str, tmp_path: Path) -> None:
+    disk, store, *expected = CHOICES[name]
+    make(tmp_path / "a", *disk)
+    found = own_checkpoints(tmp_path / "a", copies_of(make(tmp_path / "bb", *store)))
+    assert [names(each.path for each in found.current), names(found.given_up)] == expected[:2]
+    assert names(map(Path, found.given_up_copies)) == expected[2]

@@ -50,34 +50,26 @@ def test_retention_removes_exactly_the_superseded_checkpoints(records: list[Chec
     )
 
 
-def test_the_best_is_the_first_with_the_lowest_loss() -> None:
+def test_the_best_is_the_first_with_the_lowest_loss_on_the_sets_that_decide_now() -> None:
     assert best_of([record(1), record(2)]) is None
-    assert best_of([record(1, loss=2.0), record(2, loss=1.5), record(3, loss=1.5)]) == record(2, loss=1.5)
-
-
-def test_losses_of_sets_that_decide_no_more_do_not_count() -> None:
-    before = [record(1, loss=1.0), record(2, loss=0.5)]
-    now = [replace(each, decided_by=("books",)) for each in (record(3, loss=2.0), record(4, loss=1.9), record(5))]
-    assert best_of([*before, record(3)]) == before[1]
+    before = [record(1, loss=2.0), record(2, loss=1.5), record(3, loss=1.5)]
+    now = [replace(each, decided_by=("books",)) for each in (record(4, loss=3.0), record(5, loss=2.9), record(6))]
+    assert best_of([*before, record(4)]) == before[1]
     assert best_of([*before, *now]) == now[1]
 
 
-@pytest.mark.parametrize("kind", ["interval", "preempt"])
-def test_the_way_back_of_a_run_that_diverges_stays_until_an_update_is_made_again(kind: str) -> None:
-    sound, skipping = record(1, kind), [replace(record(step), skipped_in_a_row=step) for step in (2, 3)]
-    assert superseded([sound, *skipping], skipping[-1], None, 1) == skipping[:1]
-    assert superseded([sound, skipping[-1], record(4)], record(4), None, 1) == [sound, skipping[-1]]
-
-
-def test_the_manifest_counts_skipped_updates(tmp_path: Path) -> None:
-    save(tmp_path, 1, "preempt")
-    skipping = replace(manifest_of(2), state={GUARDS_STATE: {"skipped_in_a_row": 1}})
-    newest = checkpoint_path(tmp_path, 2)
-    save_checkpoint(newest, plan_save(tensors(2.0)), skipping)
-    apply_retention(tmp_path, newest, 1)
-    assert names_in(tmp_path) == ["step_1_ckp.preempt", "step_2_ckp"]
-    apply_retention(tmp_path, save(tmp_path, 3), 1)
-    assert names_in(tmp_path) == ["step_3_ckp"]
+@pytest.mark.parametrize(("kind", "name"), [("interval", "step_1_ckp"), ("preempt", "step_1_ckp.preempt")])
+def test_the_way_back_of_a_run_that_diverges_stays_until_an_update_is_made_again(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    save(tmp_path, 1, kind)
+    for step in (2, 3):
+        skipping = replace(manifest_of(step), state={GUARDS_STATE: {"skipped_in_a_row": step - 1}})
+        save_checkpoint(checkpoint_path(tmp_path, step), plan_save(tensors(float(step))), skipping)
+        apply_retention(tmp_path, checkpoint_path(tmp_path, step), 1)
+        assert names_in(tmp_path) == [name, f"step_{step}_ckp"]
+    apply_retention(tmp_path, save(tmp_path, 4), 1)
+    assert names_in(tmp_path) == ["step_4_ckp"]
 
 
 def names_in(run: Path) -> list[str]:

@@ -45,12 +45,6 @@ def later(minutes: int) -> datetime:
     return NOW.replace(minute=30 + minutes)
 
 
-def test_without_a_timestamp_the_path_is_unchanged(tmp_path: Path) -> None:
-    assert make_run_path(str(tmp_path / "run")) == str(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    assert newest_run_path("runs/a") == "runs/a"
-
-
 def test_a_restart_with_the_same_settings_finds_its_folder_with_or_without_a_checkpoint(tmp_path: Path) -> None:
     pattern = tmp_path / "[try].{timestamp}"
     first = start(pattern, "seed=1")
@@ -85,10 +79,13 @@ def test_a_dimension_that_is_left_open_is_not_that_of_another_run(tmp_path: Path
 
 
 @pytest.mark.usefixtures("single_process")
-def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_resumed(tmp_path: Path) -> None:
     pattern = tmp_path / "try.{timestamp}"
     first = start(pattern)
     save(first, 5)
+    manifest = replace(manifest_of(9, kind="final"), state={EVALUATION_STATE: {PENDING_EVALUATION: True}})
+    save_checkpoint(checkpoint_path(first, 9), plan_save(tensors(9.0)), manifest)
+    assert start(pattern, now=later(1)) == first  # it was stopped before its last evaluation
     save(first, 9, kind="final")
     second = start(pattern, now=later(1))
     assert second != first
@@ -98,16 +95,9 @@ def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
     assert start(pattern, now=later(2)) == first
 
 
-@pytest.mark.usefixtures("single_process")
-def test_a_run_that_was_stopped_before_its_last_evaluation_is_resumed(tmp_path: Path) -> None:
-    pattern = tmp_path / "try.{timestamp}"
-    first = start(pattern)
-    manifest = replace(manifest_of(9, kind="final"), state={EVALUATION_STATE: {PENDING_EVALUATION: True}})
-    save_checkpoint(checkpoint_path(first, 9), plan_save(tensors(9.0)), manifest)
-    assert start(pattern, now=later(1)) == first
-
-
-def test_folders_that_do_not_match_the_pattern_are_ignored(tmp_path: Path) -> None:
+def test_a_path_without_timestamp_is_unchanged_and_other_folders_match_no_pattern(tmp_path: Path) -> None:
+    assert make_run_path(str(tmp_path / "run")) == str(tmp_path / "run") and not (tmp_path / "run").exists()
+    assert newest_run_path("runs/a") == "runs/a"
     for name in ("try.20261121-14300", "try.20261121-143005.old", "try.latest"):
         (tmp_path / name).mkdir()
     (tmp_path / "try.20261121-143006").touch()
