@@ -37,11 +37,6 @@ def test_a_lap_is_training_less_what_activities_took_and_with_the_wait_for_data(
     stopwatch.restart()
     clock.now += 2
     assert stopwatch.lap() == (2, {}) and stopwatch.overall_training_seconds == 11 and stopwatch.elapsed == 66
-
-
-def test_watching_items_books_the_time_that_each_takes() -> None:
-    clock = Clock()
-    stopwatch = Stopwatch(clock)
     for _ in stopwatch.watch((clock.wait(1) for _ in range(3)), "data"):
         clock.wait(10)
     assert stopwatch.lap() == (33, {"data": 3})

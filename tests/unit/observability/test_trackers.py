@@ -118,10 +118,13 @@ def test_jsonl_is_metrics_jsonl_in_the_trackers_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["no.such:Thing", "wandb", "mlflow"])
 def test_a_tracker_that_cannot_be_found_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, path = threading.active_count(), tmp_path / "packages"
     for package in ("wandb", "mlflow"):
-        monkeypatch.setitem(sys.modules, package, None)
-    before = threading.active_count()
-    with pytest.raises(ConfigError) as error:
+        (path / package).mkdir(parents=True)  # an empty folder of its name is no package
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.setattr(sys, "path", [str(path), *(each for each in sys.path if "site-packages" not in each)])
+    words = f"needs the `{name}` package: pip install" if "." not in name else ""
+    with pytest.raises(ConfigError, match=words or None) as error:
         open_trackers(config_of(tmp_path, name), 0, {})
     assert error.value.settings == ("tracker",) and threading.active_count() <= before
 
