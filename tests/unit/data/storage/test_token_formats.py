@@ -56,15 +56,6 @@ def test_the_same_documents_are_the_same_samples_in_every_format(tmp_path: Path,
         assert rows(next(found)) == rows(next(expected))
 
 
-def test_datasets_of_several_formats_make_one_run(tmp_path: Path) -> None:
-    make_root(tmp_path, web=40)
-    write_flat(tmp_path / "code/a.npy", random_documents(40, 1, vocab_size=900))
-    config = replace(CONFIG, data_path=str(tmp_path))
-    assert [files.file_type for files in list_datasets(config)] == ["npy", "arrow"]
-    with loader(config, plan(6)) as made:
-        next(made)
-
-
 @settings(max_examples=200)
 @given(st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=12), st.sampled_from([1, 3, 1000]))
 @example([[]], 1)
@@ -92,7 +83,7 @@ def tokens_of(dtype: str) -> bytes:
 
 RAW, POINTER = {"token_dtype": "uint16"}, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n"
 NO_HEADER = {"token_dtype": "uint16", "file_type": "npy_raw"}
-OTHER_TYPE, AS_16, AS_32 = "--token_dtype", {"token_dtype": "uint16"}, {"token_dtype": "uint32"}
+OTHER_TYPE, AS_16, AS_32, AS_64 = "--token_dtype", *({"token_dtype": f"uint{bits}"} for bits in (16, 32, 64))
 PULL = "git lfs pull"
 # name and content of a file, settings, what the error says
 REFUSED: list[tuple[str, bytes | np.ndarray | None, dict[str, Any], str]] = [
@@ -119,6 +110,10 @@ REFUSED: list[tuple[str, bytes | np.ndarray | None, dict[str, Any], str]] = [
     ("x.bin", tokens_of("uint16"), AS_32 | {"sep_token": 70_000}, "no sep_token=70000"),
     ("x.bin", tokens_of("uint16"), AS_32 | {"sep_token": 70_000}, "--token_dtype=uint16"),
     ("x.bin", tokens_of("uint32"), AS_16 | {"sep_token": 70_000}, "--token_dtype=uint32"),
+    *(("x.npy", tokens_of(kind), {}, f"--token_dtype={kind}") for kind in ("uint16", "uint32", "uint64")),
+    *(("x.bin", tokens_of(kind), {}, f"--token_dtype={kind}") for kind in ("uint16", "uint32", "uint64")),
+    *(("x.bin", tokens_of(kind)[: 4 * 333], AS_64, f"--token_dtype={kind}") for kind in ("uint16", "uint32")),
+    *(("x.bin", tokens_of(kind)[: 4 * 333], AS_64, "no whole number of tokens") for kind in ("uint16", "uint32")),
     *((name, POINTER, RAW, PULL) for name in ("x.arrow", "x.npy", "x.bin")),
     *((f"x.{kind[:5]}", POINTER, RAW | {"file_type": kind}, PULL) for kind in ("npy_raw", "arrow_stream")),
 ]
@@ -158,10 +153,15 @@ def test_a_format_that_cannot_be_or_lacks_a_setting_is_refused(kind: str, change
     assert words in str(raised.value)
 
 
-def test_two_kinds_in_one_dataset_are_refused_and_one_can_be_chosen(tmp_path: Path) -> None:
+def test_datasets_of_several_formats_make_one_run_but_a_dataset_has_one_unless_it_is_chosen(tmp_path: Path) -> None:
+    make_root(tmp_path / "several", web=40)
+    write_flat(tmp_path / "several/code/a.npy", random_documents(40, 1, vocab_size=900))
+    several = replace(CONFIG, data_path=str(tmp_path / "several"))
+    assert [files.file_type for files in list_datasets(several)] == ["npy", "arrow"]
+    next(loader(several, plan(6)))
     write_flat(tmp_path / "web/x.npy", [[1, 2], [3]])
     write_flat(tmp_path / "web/deep/y.bin", [[1]], version=1)
-    config = replace(CONFIG, data_path=str(tmp_path))
+    config = replace(CONFIG, data_path=str(tmp_path), datasets=("web",))
     with pytest.raises(DataError) as raised:
         list_datasets(config)
     assert raised.value.path == tmp_path / "web" and raised.value.settings == ("file_type",)
@@ -242,24 +242,6 @@ def test_a_megatron_pair_that_is_not_read_is_refused_by_name(
     with pytest.raises(DataError) as raised:
         load_format("megatron", CONFIG).documents(str(min(tmp_path.iterdir())))
     assert str(raised.value).startswith(f"{tmp_path}/{named}: ") and words in str(raised.value)
-
-
-@pytest.mark.parametrize("suffix", ["npy", "bin"])
-@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
-@pytest.mark.parametrize("vocab_size", [200, 30_000, 250_000])
-def test_a_file_without_a_header_names_the_type_that_fits(
-    tmp_path: Path, suffix: str, dtype: str, vocab_size: int
-) -> None:
-    if vocab_size > 2**16 and dtype == "uint16":
-        return
-    path = tmp_path / f"x.{suffix}"
-    np.random.default_rng(1).integers(0, vocab_size, 1001).astype(dtype).tofile(path)
-    with pytest.raises(DataError, match=f"--token_dtype={dtype}"):
-        load_format(suffix, CONFIG).documents(str(path))
-    kind = "npy_raw" if suffix == "npy" else "bin"
-    if dtype != "uint64":
-        with pytest.raises(DataError, match=f"no whole number of tokens.*--token_dtype={dtype}"):
-            load_format(kind, replace(CONFIG, token_dtype="uint64")).documents(str(path))
 
 
 KINDS = ("list int64", "list uint16", "large_list int32", "fixed int32", "fixed int64")
