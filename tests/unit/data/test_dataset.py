@@ -5,56 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from unit.data.sampling.stream_oracle import Oracle, Place, as_trained, text_number
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
-from pretraining.config.training import IGNORED_LABEL, DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.storage.dataset_files import list_datasets
-from pretraining.data.storage.index import BLOCK_DOCUMENTS
 from pretraining.errors import ConfigError, DataError, PretrainError
 
-SEP, BOS, PAD = 999, 998, 997
+SEP = 999
 
 
 def config(root: Path, **changes: object) -> DataConfig:
     return replace(DataConfig(data_path=str(root), seq_length=16, num_workers=0, logical_shards=4), **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.uint32()], ids=["lists", "as of fms-fsdp"])
-@pytest.mark.parametrize("ends", [{}, {"bos_token": BOS, "strip_tokens": (PAD,), "min_length": 3}])
-def test_batches_from_files_to_rows_are_the_oracles(tmp_path: Path, kind: pa.DataType, ends: dict[str, Any]) -> None:
-    documents = random_documents(2 * BLOCK_DOCUMENTS + 300, largest=6)
-    documents[5], documents[6] = [1, 2, SEP], [BOS, 3]  # already have the tokens
-    documents[7:9] = [PAD, 4, SEP, PAD, 5, PAD, PAD], [PAD, PAD]
-    for number, begin in enumerate(range(0, len(documents), 500)):
-        write_documents(tmp_path / f"web/{number}.arrow", documents[begin : begin + 500], kind, batch_documents=7)
-    settings = config(tmp_path, sep_token=SEP, seq_length=50, logical_shards=3, document_mask=True, **ends)
-    made = loader(settings, plan(16), seed=42)
-    whole = [as_trained(document, SEP, **ends) for document in documents]
-    oracle = Oracle([len(document) for document in whole], BLOCK_DOCUMENTS, 3, 50, (42, text_number("web", "train")))
-    samples = {shard: oracle.shard_samples(shard, 2) for shard in range(3)}
-    order = oracle.sample_order(2)
-    for step in range(len(order) // 16):
-        taken = sorted(order[step * 16 : (step + 1) * 16], key=lambda pair: pair[0])
-        places = [samples[shard][number] for shard, number in taken]
-        (micro_batch,) = next(made).micro_batches
-        assert micro_batch.tokens_BT.tolist() == [[whole[document][at] for document, at in row] for row in places]
-        inputs = micro_batch.model_inputs()
-        assert inputs.labels_BS.tolist() == [
-            [whole[document][at] if at else IGNORED_LABEL for document, at in row[1:]] for row in places
-        ]
-        assert inputs.positions_BS is not None and inputs.positions_BS.tolist() == [positions(row) for row in places]
-
-
-def positions(row: list[Place]) -> list[int]:
-    """Positions of the inputs in their documents, which start with the row or at their first token."""
-    found: list[int] = []
-    for _, at in row[:-1]:
-        found.append(found[-1] + 1 if found and at else 0)
-    return found
 
 
 def test_a_pickled_listing_opens_the_same_datasets(tmp_path: Path) -> None:

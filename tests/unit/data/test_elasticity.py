@@ -62,7 +62,7 @@ def go_through(datasets: OpenedDatasets | None, config: DataConfig, stages: list
     return batches, states
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(STAGES)
 @example([(8, 2, 1, 4), (3, 5, 2, 4), (5, 1, 4, 4), (8, 0, 3, 4)])
 @example([(1, workers, 1, 1) for _ in range(STEPS // 2) for workers in (0, 3)])

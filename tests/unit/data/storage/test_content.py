@@ -166,16 +166,6 @@ def test_times_of_read_only_data_are_noted_in_the_cache_folder(tmp_path: Path, m
     assert reads.call_count == 1
 
 
-def test_the_index_of_restored_files_is_found_again(tmp_path: Path) -> None:
-    config, path = config_of(tmp_path), tmp_path / "web/x.arrow"
-    write_documents(path, DOCUMENTS)
-    first = build_index(list_datasets(config)[0], config).path
-    write_documents(path, OTHERS)
-    second = build_index(list_datasets(config)[0], config).path
-    write_documents(path, DOCUMENTS)
-    assert build_index(list_datasets(config)[0], config).path == first != second
-
-
 @pytest.mark.parametrize(("documents", "is_found"), [(DOCUMENTS, True), (LARGE, False)], ids=["small", "large"])
 def test_one_other_token_is_found_in_small_files_only(documents: Documents, is_found: bool, tmp_path: Path) -> None:
     config, path = config_of(tmp_path), tmp_path / "web/x.arrow"

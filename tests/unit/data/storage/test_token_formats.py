@@ -273,17 +273,6 @@ def test_saved_datasets_give_the_samples_of_their_rows(tmp_path: Path, kind: str
         assert rows(next(found)) == rows(next(expected))
 
 
-def test_a_failing_user_defined_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = "class Format:\n    suffix, title, ending, identity = '.x', 'x', b'', 'x'\n    def __init__(self, _): pass\n"
-    (tmp_path / "failing.py").write_text(f"{head}    def documents(self, path): 1 / 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "failing", raising=False)
-    (tmp_path / "data/web").mkdir(parents=True)
-    (tmp_path / "data/web/a.x").write_text("text")
-    with pytest.raises(ConfigError, match="ZeroDivisionError"):
-        loader(replace(CONFIG, data_path=str(tmp_path / "data"), file_type="failing:Format"), plan(1))
-
-
 def test_a_resume_with_another_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "web").mkdir()
     np.array([7, 0, SEP, 0] * 60, np.uint16).tofile(tmp_path / "web/x.bin")
@@ -298,7 +287,8 @@ def test_a_user_defined_format_needs_no_registration(tmp_path: Path, monkeypatch
     [code] = re.findall(r"```python\n# my_formats.py\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_formats.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_formats", raising=False)
+    for name in ("my_formats", "failing"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     lines = [f"line {number} of this text" for number in range(40)]
     (tmp_path / "data/web").mkdir(parents=True)
     path = tmp_path / "data/web/x.txt"
@@ -312,3 +302,10 @@ def test_a_user_defined_format_needs_no_registration(tmp_path: Path, monkeypatch
     with pytest.raises(DataError) as raised:
         next(loader(config, plan(3)))
     assert raised.value.path == path
+    (tmp_path / "failing.py").write_text(
+        "from my_formats import TextLines\nclass Format(TextLines):\n    def documents(self, path): 1 / 0\n"
+    )
+    (tmp_path / "other/web").mkdir(parents=True)
+    path.rename(tmp_path / "other/web/x.txt")
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        loader(replace(config, data_path=str(tmp_path / "other"), file_type="failing:Format"), plan(1))
