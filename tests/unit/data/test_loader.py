@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.dataset import build_evaluation_loader
+from pretraining.data.threads import map_in_order
 
 
 def test_memory_is_pinned_in_a_process_that_uses_a_gpu(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,3 +98,23 @@ def test_an_open_loader_does_not_disturb_the_exit_of_the_program(threads_are: st
 def test_tokens_are_as_narrow_as_the_vocabulary_allows(config: DataConfig, vocab_size: int, dtype: torch.dtype) -> None:
     batch = next(loader(config, plan(11), vocab_size=vocab_size))
     assert batch.micro_batches[0].tokens_BT.dtype == dtype and rows(batch) == rows(next(loader(config, plan(11))))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_keep_the_order_and_never_run_far_ahead(threads: int) -> None:
+    taken = 0
+
+    def items() -> Iterator[int]:
+        nonlocal taken
+        for item in range(40):
+            taken += 1
+            yield item
+
+    for done, result in enumerate(map_in_order(lambda item: item * item, items(), threads)):
+        assert result == done**2
+        assert taken <= done + 2 * threads + 1
+
+
+def test_an_error_on_a_thread_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(map_in_order(lambda item: 1 // item, [1, 0, 1], 2))
