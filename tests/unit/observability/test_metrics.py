@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,31 +15,36 @@ from pretraining.data.batch import MicroBatch, ModelInputs
 from pretraining.errors import ConfigError
 from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.observability import metrics as module
-from pretraining.observability.metrics import Metrics, MetricsHook, Outputs
+from pretraining.observability.metrics import Counts, Metrics, MetricsHook, Outputs, PredictedTokens
 
 LABELS = torch.tensor([[1, 2, IGNORED_LABEL], [3, 3, 0], [IGNORED_LABEL] * 3])
 ROWS = MicroBatch(torch.zeros(3, 4, dtype=torch.int32), datasets_B=torch.tensor([1, 0, 1]))
 METRICS = Metrics()
-OWN = """
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
 class Mine:
-    def sum(self, tokens):
+    def sum(self, tokens: PredictedTokens) -> torch.Tensor:
         return tokens.labels_BS + tokens.losses_BS * 0
 
-    def value(self, total, counts):
+    def value(self, total: float, counts: Counts) -> float | None:
         return total / counts.tokens if counts.tokens else None
 
+
 class Inherited(Mine):
-    def value(self, total, counts):
+    def value(self, total: float, counts: Counts) -> float:
         return -total
 
+
 class Flat(Mine):
-    def sum(self, tokens):
+    def sum(self, tokens: PredictedTokens) -> torch.Tensor:
         return tokens.labels_BS.sum()
 
+
 class Divides(Mine):
-    def value(self, total, counts):
+    def value(self, total: float, counts: Counts) -> float:
         return total / counts.tokens
-"""
 
 
 def loss_of(labels: torch.Tensor) -> HeadLoss:
@@ -67,13 +71,9 @@ def test_sums_are_over_the_labels_of_each_dataset() -> None:
     loss.tokens_BS2[0, 0, 0] = math.nan  # must stay in its dataset
     sums = METRICS.measure(loss, inputs_of(LABELS), ROWS, 2)
     assert sums[0].isfinite().all() and math.isnan(sums[1, 0])
-
-
-def test_rows_of_a_single_dataset_need_no_numbers_and_bytes_may_be_unknown() -> None:
-    loss = loss_of(LABELS)
-    sums = METRICS.measure(loss, inputs_of(LABELS), MicroBatch(ROWS.tokens_BT), 1)
-    assert sums.shape == (1, 4) and sums[0, 2:].tolist() == [5, 0]
-    assert list(METRICS.values(sums[0].tolist())) == ["loss", "perplexity", "token_accuracy"]
+    alone = METRICS.measure(loss, inputs_of(LABELS), MicroBatch(ROWS.tokens_BT), 1)  # one dataset needs no numbers
+    assert alone.shape == (1, 4) and alone[0, 2:].tolist() == [5, 0]
+    assert list(METRICS.values(alone[0].tolist())) == ["loss", "perplexity", "token_accuracy"]
 
 
 def test_values_are_means_over_tokens_or_bytes() -> None:
@@ -84,15 +84,8 @@ def test_values_are_means_over_tokens_or_bytes() -> None:
     assert METRICS.values([1e5, 0, 1, 0])["perplexity"] == math.inf
 
 
-@pytest.fixture
-def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "scores_of_mine.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.mark.usefixtures("outside")
 def test_a_user_defined_score_has_a_column_and_ignored_labels_do_not_count() -> None:
-    scores = Metrics(["scores_of_mine:Mine", "scores_of_mine:Inherited"])
+    scores = Metrics([f"{__name__}:Mine", f"{__name__}:Inherited"])
     assert scores.columns == ("losses", "hits", "tokens", "bytes", "custom/Mine", "custom/Inherited")
     sums = scores.measure(loss_of(LABELS), inputs_of(LABELS), ROWS, 2)
     assert sums[:, 4].tolist() == [6, 3]
@@ -101,17 +94,14 @@ def test_a_user_defined_score_has_a_column_and_ignored_labels_do_not_count() -> 
     assert "custom/Mine" not in scores.values([0.0] * 6)  # None is not reported
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize(
     "names", [["Flat"], ["Divides"], ["Mine", "Mine"], ["Missing"]], ids=["no [B, S]", "no token", "twice", "missing"]
 )
 def test_what_is_no_score_is_refused_at_the_start(names: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        Metrics([f"scores_of_mine:{name}" for name in names])
+        Metrics([f"{__name__}:{name}" for name in names])
     assert refused.value.settings == ("extra_scores",)
 
-
-pytestmark = pytest.mark.usefixtures("single_process")
 
 # Three rows of four tokens: of set 1, of set 0, and of set 1 with padding; two documents in each of the first two.
 MICRO_BATCH = MicroBatch(
