@@ -79,29 +79,26 @@ def names_in(run: Path) -> list[str]:
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
+# step, kind and loss of a save with keep_last=1; then the checkpoints, and the best one
+SAVES: list[tuple[int, str, float | None, list[str], str | None]] = [
+    (1, "interval", None, ["1"], None),
+    (2, "final", None, ["2"], None),
+    (3, "best", 2.0, ["2", "3"], "3"),
+    (4, "preempt", 2.0, ["2", "3", "4.preempt"], "3"),
+    (5, "interval", 2.5, ["2", "3", "5"], "3"),
+    (6, "interval", 2.5, ["2", "3", "6"], "3"),
+    (7, "interval", 1.0, ["2", "7"], "7"),
+]
+
+
 def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     link = tmp_path / CHECKPOINTS / BEST
-    for step, kind, loss in [
-        *((1, "interval", None), (2, "final", None), (3, "best", 2.0), (4, "preempt", 2.0)),
-        *((5, "interval", 2.5), (6, "interval", 2.5), (7, "interval", 1.0)),
-    ]:
+    for step, kind, loss, names, best in SAVES:
         apply_retention(tmp_path, save(tmp_path, step, kind, loss), 1)
-        if step == 2:
-            assert not link.exists() and names_in(tmp_path) == ["step_2_ckp"]
-        if step == 4:
-            assert names_in(tmp_path) == ["step_2_ckp", "step_3_ckp", "step_4_ckp.preempt"]
-        if step == 6:
-            assert link.readlink() == Path("step_3_ckp") and names_in(tmp_path) == [
-                "step_2_ckp",
-                "step_3_ckp",
-                "step_6_ckp",
-            ]
-    assert names_in(tmp_path) == ["step_2_ckp", "step_7_ckp"] and link.readlink() == Path("step_7_ckp")
-    assert {path.name for path in link.parent.iterdir()} == {
-        "step_2_ckp",
-        "step_7_ckp",
-        "best",
-    } and caplog.messages == []
+        assert [name.removeprefix("step_").replace("_ckp", "") for name in names_in(tmp_path)] == names
+        assert (link.readlink().name if link.is_symlink() else None) == (best and f"step_{best}_ckp")
+    assert {path.name for path in link.parent.iterdir()} == {"step_2_ckp", "step_7_ckp", "best"}
+    assert caplog.messages == []
 
 
 def test_a_checkpoint_that_cannot_be_read_again_does_not_stop_the_run(

@@ -214,23 +214,21 @@ def test_all_files_of_a_tokenizer_travel_whole(tmp_path: Path) -> None:
     assert not (copy / "notes.txt").exists()
 
 
+CONFIG = "tokenizer_config.json"
+ONE = {"chat_template": "a"}
+NAMED = [{"name": "default", "template": "a"}, {"name": "b", "template": "b"}]
+
+
 @pytest.mark.parametrize(
     ("files", "template"),
     [
         ({}, None),
-        ({"tokenizer_config.json": {"chat_template": "a"}}, "a"),
-        (
-            {
-                "tokenizer_config.json": {
-                    "chat_template": [{"name": "default", "template": "a"}, {"name": "b", "template": "b"}]
-                }
-            },
-            "a",
-        ),
-        ({"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": "a"}]}}, None),
-        ({"tokenizer_config.json": {"chat_template": "a"}, "chat_template.jinja": "j\r\n"}, "j\n"),
-        ({"tokenizer_config.json": {"chat_template": "a"}, "additional_chat_templates/rag.jinja": "r"}, None),
-        ({"chat_template.jinja": "j", "additional_chat_templates/default.jinja": "d"}, "d"),
+        ({CONFIG: ONE}, "a"),
+        ({CONFIG: {"chat_template": NAMED}}, "a"),
+        ({CONFIG: {"chat_template": NAMED[1:]}}, None),
+        ({CONFIG: ONE, TEMPLATE: "j\r\n"}, "j\n"),
+        ({CONFIG: ONE, f"{TEMPLATES}/rag.jinja": "r"}, None),
+        ({TEMPLATE: "j", f"{TEMPLATES}/default.jinja": "d"}, "d"),
         ({"chat_template.json": {"chat_template": "p"}}, None),  # of a processor of images
     ],
 )
