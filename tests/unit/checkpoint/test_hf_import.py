@@ -53,12 +53,8 @@ def sharded(folder: Path, tensors: dict[str, torch.Tensor] | None = None, shape:
     places = {name: f"model-{number % 3 + 1:05d}-of-00003.safetensors" for number, name in enumerate(tensors)}
     for file in set(places.values()):
         save_file({name: tensors[name] for name in tensors if places[name] == file}, folder / file)
-    set_index(folder, places)
-    return folder
-
-
-def set_index(folder: Path, places: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
 
 
 @pytest.mark.parametrize(

@@ -55,18 +55,15 @@ def test_the_files_load_safely_and_into_a_model_and_its_optimizer(shape: LlamaSh
     named = [name for group in state["param_groups"] for name in group["params"]]
     assert sorted(named) == sorted(parameters)
     assert [group["weight_decay"] for group in state["param_groups"]] == [0.1, 0.0]
+    config = settings_in(manifest.config, "c")
+    rate = build_learning_rate(config.schedule, config.run.num_steps, TokenSchedule.steady(256), None).at(3, 3e-4)
     assert schedule == {
         **{"step": 3, "learning_rate": 3e-4, "min_lr_ratio": 0.1, "warmup_steps": None, "num_steps": "1000"},
-        **{"last_epoch": 3, "base_lrs": [3e-4, 3e-4], "_last_lr": [rate_after_3_steps()] * 2},
+        **{"last_epoch": 3, "base_lrs": [3e-4, 3e-4], "_last_lr": [rate] * 2},
     }
     begin = {"epoch": 2, "segment": 1, "segment_start": 8, "segment_end": 12, "best_loss": 2.25}
     assert begin.items() <= iteration.items()
     assert (iteration["step"], iteration["tokens_seen"], iteration["data"]) == (3, 300, data)
-
-
-def rate_after_3_steps() -> float:
-    config = settings_in(manifest_of(SHAPES["plain"]).config, "c")
-    return build_learning_rate(config.schedule, config.run.num_steps, TokenSchedule.steady(256), None).at(3, 3e-4)
 
 
 @pytest.mark.parametrize("change", [{"run": {"num_steps": "2ep"}}, {"schedule": {"schedule": "nowhere:Schedule"}}])
