@@ -35,7 +35,7 @@ def trained(path: Path, ends: DataConfig) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.lists(FEW_TOKENS, max_size=20),
     st.sampled_from([None, BOS, SEP, 300]),
