@@ -263,9 +263,7 @@ def test_folders_of_others_give_the_logits_of_transformers(tmp_path: Path, case:
         torch.testing.assert_close(model(tokens), theirs, atol=1e-5, rtol=0)
 
 
-def test_weights_of_the_hub_are_fetched_by_name_and_a_name_without_any_names_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_fetched_from_the_hub_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(name: str, allow_patterns: list[str]) -> str:
         if name != "someone/llama":
             raise OSError("not found")

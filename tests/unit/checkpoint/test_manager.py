@@ -121,9 +121,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Run]:
     return partial(Run, tmp_path, asynchronous=request.param)
 
 
-def test_saves_come_on_the_interval_and_at_the_end_once_and_hold_the_values_of_their_time(
-    make: Callable[..., Run],
-) -> None:
+def test_saves_come_on_the_interval_and_at_the_end_with_the_values_of_their_time(make: Callable[..., Run]) -> None:
     run = make(saving(every(3)))
     with run.training():
         run.steps(8)
@@ -276,9 +274,7 @@ def step_until(run: Run, condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came")
 
 
-def test_a_failure_in_the_background_surfaces_at_a_later_step_and_removes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_in_the_background_is_raised_at_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, saving(every(1), keep_last=1), asynchronous=True)
     run.step()
     run.saver.wait()
@@ -341,9 +337,7 @@ def test_training_continues_during_a_save_and_the_next_save_waits(
     assert run.names == ["10", "20"] and gate.saves == 2
 
 
-def test_saves_in_the_background_wait_as_long_for_each_other_as_all_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_in_the_background_have_the_timeout_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[timedelta] = []
     monkeypatch.setattr(dist, "new_group", lambda backend, timeout: asked.append(timeout))
     settings = saving(NEVER, ckpt_save_path=str(tmp_path), async_save=True)
@@ -398,9 +392,7 @@ def test_the_copies_take_little_more_memory_than_the_tensors(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("single_process")
-def test_files_are_written_once_all_is_copied_and_no_update_comes_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_is_written_and_no_update_made_before_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(Staging, "wait", lambda staging: calls.append("copied"))
     monkeypatch.setattr(Staging, "hold_update", lambda staging: calls.append("update"))

@@ -63,9 +63,7 @@ def damage(checkpoint: Path) -> None:
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def test_a_start_on_an_empty_disk_skips_damaged_copies_and_repeats_the_run_bit_for_bit(
-    copied: Path, trained: Path
-) -> None:
+def test_a_start_on_an_empty_disk_skips_damaged_copies_and_is_bit_for_bit_equal(copied: Path, trained: Path) -> None:
     shutil.rmtree(copied / "run")
     damage(copied / "store" / "checkpoints" / "step_4_ckp")
     [shard] = (copied / "store" / "checkpoints" / "step_6_ckp").glob("*.safetensors")
@@ -138,9 +136,7 @@ def test_a_run_without_copies_begins_with_its_start_point(copied: Path) -> None:
     assert mirror.finish(60.0) is None and copies_in(copied) == {"step_6_ckp"}
 
 
-def test_a_manifest_that_the_store_does_not_give_at_once_is_read_again(
-    copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_that_the_store_gives_later_is_read_again(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, faults = Store.read, [StoreError("throttled")]
 
     def fail_once(self: Store, name: str) -> bytes | None:
@@ -215,7 +211,7 @@ def test_an_upload_rests_until_the_run_is_over(copied: Path, monkeypatch: pytest
     assert mirror.finish(60.0) is None and path.name in copies_in(copied)
 
 
-def test_push_copies_missing_checkpoints_unless_the_mirror_is_newer(
+def test_push_copies_what_is_missing_unless_the_mirror_is_newer(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(copied / "store" / "checkpoints" / "step_4_ckp")

@@ -198,9 +198,7 @@ def test_a_part_of_larger_memory_is_written_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("single_process")
-def test_where_memory_runs_out_every_tensor_is_gathered_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_memory_every_tensor_is_gathered_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks are in these collectives; a skipped collective would hang them."""
     gathered: list[torch.Tensor] = []
 

@@ -59,9 +59,7 @@ def test_the_best_is_the_first_with_the_lowest_loss_on_the_sets_that_decide_now(
 
 
 @pytest.mark.parametrize(("kind", "name"), [("interval", "step_1_ckp"), ("preempt", "step_1_ckp.preempt")])
-def test_the_way_back_of_a_run_that_diverges_stays_until_an_update_is_made_again(
-    kind: str, name: str, tmp_path: Path
-) -> None:
+def test_the_way_back_of_a_run_that_diverges_stays_until_the_next_update(kind: str, name: str, tmp_path: Path) -> None:
     save(tmp_path, 1, kind)
     for step in (2, 3):
         skipping = replace(manifest_of(step), state={GUARDS_STATE: {"skipped_in_a_row": step - 1}})
@@ -101,9 +99,7 @@ def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path, capl
     assert caplog.messages == []
 
 
-def test_a_checkpoint_that_cannot_be_read_again_does_not_stop_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_new_checkpoint_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 3, "preempt")
     newest = save(tmp_path, 4)
     (newest / MANIFEST).unlink()
@@ -151,7 +147,7 @@ def failing(number: int) -> Callable[..., None]:
     return fail
 
 
-def test_a_failed_removal_or_link_is_only_logged(
+def test_a_failed_removal_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / CHECKPOINTS / BEST).mkdir(parents=True)
@@ -164,9 +160,7 @@ def test_a_failed_removal_or_link_is_only_logged(
 
 
 @pytest.mark.usefixtures("single_process")
-def test_after_the_best_was_deleted_by_hand_the_link_follows_the_best_that_remains_with_a_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_link_follows_the_best_that_is_left_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step, loss in ((2, 2.0), (4, 3.0), (6, None)):
         apply_retention(tmp_path, save(tmp_path, step, evaluation_loss=loss), None)
     link = tmp_path / CHECKPOINTS / BEST

@@ -91,9 +91,7 @@ def test_a_link_in_place_of_a_checkpoint_is_replaced_or_removed_and_its_target_s
         assert steps_in(tmp_path) == [] and (elsewhere / MANIFEST).is_file()
 
 
-def test_a_process_that_dies_while_it_saves_a_step_again_leaves_a_good_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_a_step_is_saved_again_leaves_a_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Died(BaseException):
         pass
 
@@ -117,7 +115,7 @@ def test_a_process_that_dies_while_it_saves_a_step_again_leaves_a_good_checkpoin
         assert unfinished_saves(run) == [] and steps_in(run)[-1] == 5
 
 
-def test_a_failed_removal_does_not_stop_a_save(
+def test_a_failed_removal_stops_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 5)

@@ -132,7 +132,7 @@ IN_A_RUN += [(fault, "restart") for fault in (flip_footer, zero)]
 
 
 @pytest.mark.parametrize(("fault", "stage"), IN_A_RUN, ids=[f"{fault.__name__}-{stage}" for fault, stage in IN_A_RUN])
-def test_quarantine_ignores_exactly_the_slots_that_need_the_file(
+def test_quarantine_ignores_the_slots_that_need_the_file(
     config: DataConfig, bad: Path, fault: Fault, stage: str
 ) -> None:
     config = replace(config, bad_documents="quarantine")

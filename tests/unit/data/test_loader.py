@@ -49,9 +49,7 @@ def test_a_closed_loader_can_be_reused_and_does_not_change_torchs_threads(config
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_an_error_always_surfaces_at_its_step(
-    config: DataConfig, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_an_error_is_raised_at_its_step(config: DataConfig, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     class DiskOnFire(Exception):
         pass
 

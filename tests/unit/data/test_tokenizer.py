@@ -70,9 +70,7 @@ def test_the_end_of_text_is_that_of_the_folder(tmp_path: Path, name: str, conten
     assert load_tokenizer(tmp_path / "copy").end_of_text == 2
 
 
-def test_a_lone_tokenizer_file_gives_its_end_of_text_by_name_and_its_vocabulary_by_the_largest_id(
-    tmp_path: Path,
-) -> None:
+def test_a_tokenizer_file_alone_gives_its_end_of_text_and_its_vocabulary(tmp_path: Path) -> None:
     write_word_tokenizer(tmp_path / "llama", {"?": 0, "a": 1, "</s>": 2}, ["</s>"])
     assert load_tokenizer(tmp_path / "llama").end_of_text == 2
     write_word_tokenizer(tmp_path / "none", {"?": 0, "a": 70_000}, [])
@@ -109,7 +107,7 @@ REFUSED: list[tuple[Mapping[str, bytes | Path], str, str]] = [
 
 
 @pytest.mark.parametrize(("files", "named", "words"), REFUSED, ids=range(len(REFUSED)))
-def test_a_tokenizer_that_cannot_be_read_is_named(
+def test_an_unreadable_tokenizer_is_named(
     tmp_path: Path, files: Mapping[str, bytes | Path], named: str, words: str
 ) -> None:
     (tmp_path / "id_rsa").write_text("{}")
@@ -232,7 +230,7 @@ NAMED = [{"name": "default", "template": "a"}, {"name": "b", "template": "b"}]
         ({"chat_template.json": {"chat_template": "p"}}, None),  # of a processor of images
     ],
 )
-def test_the_chat_template_is_the_one_that_transformers_takes(
+def test_the_chat_template_is_that_of_transformers(
     tmp_path: Path, files: dict[str, object], template: str | None
 ) -> None:
     TRAINED.save(tmp_path)
@@ -346,7 +344,7 @@ CHANGES: list[tuple[Change, bool]] = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("change", "is_other"), CHANGES, ids=range(len(CHANGES)))
-def test_ids_of_other_tokens_are_a_difference_and_another_form_is_none(
+def test_other_tokens_are_a_difference_and_other_forms_none(
     tmp_path: Path, kind: str, change: Change, is_other: bool
 ) -> None:
     before, after = written(tmp_path / "before", kind), written(tmp_path / "after", kind, change)

@@ -40,9 +40,7 @@ def test_a_later_start_appends_whatever_step_it_begins_with_and_ends_a_piece_of_
     assert piece == '{"step": 3, "ti' and json.loads(last)["step"] == 2
 
 
-def test_row_35_a_flipped_bit_changes_no_start_and_no_other_byte(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_row_35_a_flipped_bit_changes_no_start_or_other_byte(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened(tmp_path).add("start", 0)
     content = file_of(tmp_path).read_bytes()
     for at in range(8 * len(content)):
@@ -57,9 +55,7 @@ def test_row_35_a_flipped_bit_changes_no_start_and_no_other_byte(
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "not writable", "a full disk"])
-def test_a_place_that_cannot_be_written_is_one_warning(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_place_is_one_warning(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "logs").mkdir()
     if kind == "a pipe":
         os.mkfifo(file_of(tmp_path))

@@ -246,7 +246,7 @@ def test_what_is_no_metric_is_refused(returned: Any) -> None:
 
 
 @pytest.mark.parametrize(("elsewhere", "rank"), [(False, 0), (True, None)], ids=["before", "on another rank"])
-def test_other_names_are_refused_by_the_rank_that_has_them_or_by_all(
+def test_names_that_change_or_differ_are_refused(
     elsewhere: bool, rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gather(function: Callable[[], tuple[str, ...]]) -> list[tuple[str, ...]]:

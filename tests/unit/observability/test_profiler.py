@@ -65,9 +65,7 @@ def test_chosen_ranges_are_traced_also_at_both_ends_of_a_run_and_one_after_the_o
         assert sum(name.startswith("ProfilerStep#") for name in names) == last - first + 1
 
 
-def test_by_default_three_steps_after_the_first_three_of_each_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_by_default_steps_4_to_6_of_each_start_are_traced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, restored=100, until=110)
     assert traces(tmp_path) == ["steps_104-106"]
     text = "\n".join(caplog.messages)
@@ -80,7 +78,7 @@ def test_by_default_three_steps_after_the_first_three_of_each_start(
 
 
 @pytest.mark.parametrize(("use_profiler", "rank", "said"), [(True, 0, True), (False, 0, False), (True, 1, False)])
-def test_a_run_too_short_to_profile_says_so_and_where_nothing_is_to_be_recorded_nothing_happens(
+def test_a_run_too_short_to_profile_logs_it(
     use_profiler: bool, rank: int, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = TrainState(2, 2, 10, Progress(0, 0))
@@ -100,9 +98,7 @@ def test_an_error_ends_the_recording_and_leaves_no_trace_of_half_a_range(tmp_pat
     assert traces(tmp_path) == ["steps_2-3"]
 
 
-def test_a_folder_that_cannot_be_written_costs_the_trace_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_folder_costs_the_trace_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     run(tmp_path / "file", "2-3", until=4)
     assert any("aten::mm" in line for line in caplog.messages)

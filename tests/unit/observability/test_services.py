@@ -232,7 +232,7 @@ def test_mlflows_own_environment_comes_before_our_default_and_after_flags(
     assert set(store.runs) == {"first", "second"}
 
 
-def test_a_tracker_that_cannot_work_at_all_is_an_error_at_the_start_with_the_way_on(
+def test_a_tracker_that_cannot_work_is_an_error_at_the_start_with_the_remedy(
     tmp_path: Path, store: FakeStore, wandb: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.experiments, store.deleted = {"pretraining": None}, ("pretraining",)
@@ -292,7 +292,7 @@ def test_a_report_that_mlflow_refuses_is_lost_with_one_warning_and_later_ones_ar
     assert caplog.messages[0].startswith("--tracker=mlflow cannot be written") and "lacks 2" in caplog.messages[-1]
 
 
-def test_an_error_of_the_training_fails_the_run_and_one_that_mlflow_does_not_know_begins_again(
+def test_an_error_of_the_training_fails_the_run_of_a_service(
     tmp_path: Path, store: FakeStore, wandb: MagicMock
 ) -> None:
     services = [opened("wandb", tmp_path), opened("mlflow", tmp_path, run_id="gone")]
@@ -322,9 +322,7 @@ def test_a_wandb_server_that_is_away_is_one_warning_and_the_run_is_kept_offline_
     assert wandb.init.call_args.kwargs["mode"] == "offline" and wandb.teardown.call_count == 1
 
 
-def test_reports_wait_while_a_server_of_mlflow_is_away(
-    tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_wait_for_a_server_of_mlflow(tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
     store.away = 3  # at the start and at two reports
     trackers = opened("mlflow", tmp_path, project_name="llamas")
@@ -389,7 +387,7 @@ def test_the_packages_themselves_keep_a_run_over_two_starts(service: str, tmp_pa
     ],
     ids=["wandb's server away", "nobody logged in", "mlflow's server away"],
 )
-def test_training_goes_on_where_a_service_itself_is_away(
+def test_training_continues_without_a_service(
     service: str, environment: dict[str, str], said: str, tmp_path: Path
 ) -> None:
     home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}

@@ -37,7 +37,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("sample", "shard", "number", "documents", "start"), first_quick(*MEASURED, quick=2))
-def test_samples_are_exact_far_beyond_32_bits_of_samples_and_tokens(
+def test_samples_far_beyond_32_bits_are_exact(
     sample: int, shard: int, number: int, documents: list[int], start: int
 ) -> None:
     cut = cut_shards(Repeated(), SHARDS)

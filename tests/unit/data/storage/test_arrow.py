@@ -72,9 +72,7 @@ def test_documents_are_found_in_every_layout_and_missing_ones_are_empty(
 
 @pytest.mark.parametrize("token", TOKEN_TYPES)
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_fixed_size_lists_are_documents_in_files_and_streams(
-    tmp_path: Path, token: pa.DataType, is_stream: bool
-) -> None:
+def test_fixed_size_lists_of_files_and_streams_are_read(tmp_path: Path, token: pa.DataType, is_stream: bool) -> None:
     documents = [[1, 2, 3], [0, 0, 0], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
     path, make = tmp_path / "x.arrow", pa.ipc.new_stream if is_stream else pa.ipc.new_file
     array = pa.array(documents, pa.list_(token, 3))

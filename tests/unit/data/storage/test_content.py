@@ -82,7 +82,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> Mock:
 @pytest.mark.parametrize("documents", [DOCUMENTS, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("keeps_time", [False, True], ids=["new time", "old time"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_replaced_by_others_of_the_same_size_are_another_dataset(
+def test_other_files_of_equal_size_are_another_dataset(
     kind: str, keeps_time: bool, documents: Documents, tmp_path: Path
 ) -> None:
     suffix, write, changes = KINDS[kind]

@@ -157,9 +157,7 @@ def test_padding_is_named_with_strip_tokens_which_removes_it(
     assert "masks" not in said(tmp_path, caplog, strip_tokens=(PAD,))
 
 
-def test_masked_prompts_are_named_although_no_setting_reads_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_masked_prompts_are_named_if_no_setting_reads_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ids = [[20, 21, 22, 23, 24], [30, 31, 32]]
     write(tmp_path / "web/x.arrow", {"input_ids": ids, "labels": [[-100, -100, -100, 23, 24], [30, 31, 32]]})
     text = said(tmp_path, caplog)
@@ -177,9 +175,7 @@ def test_masked_prompts_are_named_although_no_setting_reads_them(
         {"length": [[0, 0, 0], [0, 0]]},
     ],
 )
-def test_columns_that_mask_nothing_are_not_named(
-    columns: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_columns_are_not_named(columns: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "web/x.arrow", {"input_ids": [[20, 21, 22], [23, 24]], **columns})
     assert said(tmp_path, caplog) == ""
 
