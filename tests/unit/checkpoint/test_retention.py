@@ -7,47 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import GUARDS_STATE, MANIFEST
-from pretraining.checkpoint.retention import apply_retention, best_of, superseded
+from pretraining.checkpoint.retention import apply_retention, best_of
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 
 
 def record(step: int, kind: str = "interval", loss: float | None = None) -> Checkpoint:
     return Checkpoint(Path(f"{step}{kind}"), step, kind=kind, evaluation_loss=loss)
-
-
-records = st.lists(
-    st.builds(
-        record,
-        st.integers(0, 50),
-        st.sampled_from(["interval", "final", "preempt", "best"]),
-        st.none() | st.floats(0, 10).map(lambda loss: round(loss, 1)),
-    ),
-    min_size=1,
-    max_size=12,
-    unique_by=lambda record: record.path,
-).map(lambda records: sorted(records, key=lambda record: record.step))
-
-
-@given(records, st.none() | st.integers(1, 5))
-def test_retention_removes_exactly_the_superseded_checkpoints(records: list[Checkpoint], keep_last: int | None) -> None:
-    newest, best = records[-1], best_of(records)
-    gone = superseded(records, newest, best, keep_last)
-    kept = [record for record in records if record not in gone]
-    assert newest in kept and (best is None or best in kept)
-    assert all(record in kept for record in records if record.kind == "final")
-    assert all(record in (newest, best) for record in kept if record.kind in ("preempt", "best"))
-    regular = [record for record in records if record.kind in ("interval", "final")]
-    newest_regular = regular if keep_last is None else regular[-keep_last:]
-    assert all(record in kept for record in newest_regular)
-    assert all(
-        record in newest_regular for record in kept if record.kind == "interval" and record not in (newest, best)
-    )
 
 
 def test_the_best_is_the_first_with_the_lowest_loss_on_the_sets_that_decide_now() -> None:

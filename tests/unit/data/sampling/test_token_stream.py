@@ -78,33 +78,23 @@ def test_samples_are_those_of_the_oracle(
     lengths: list[int], block: int, shards: int, seq_length: int, version: int
 ) -> None:
     made, cut, oracle = stream(lengths, block, shards, seq_length, version)
+    expected: dict[tuple[int, int], list[Place]] = {}
     for shard, tokens in enumerate(cut.tokens.tolist()):
         passes = 3 if tokens >= seq_length else -(-3 * seq_length // max(tokens, 1))
-        if not tokens or passes > 30:
-            continue
-        expected = oracle.shard_samples(shard, passes)
-        for sample, wanted in enumerate(expected):
-            spans = spans_of(made, shard, sample)
-            assert places(spans) == wanted
-            assert (spans.lengths > 0).all()
-
-
-@settings(max_examples=60)
-@given(LENGTHS, st.sampled_from([1, 4]), st.integers(1, 6), st.integers(1, 15))
-def test_many_samples_at_once_are_the_single_ones(lengths: list[int], block: int, shards: int, seq_length: int) -> None:
-    made, cut, _ = stream(lengths, block, shards, seq_length)
-    filled = np.flatnonzero(cut.tokens)
-    wanted_shards, samples = np.repeat(filled, 4), np.tile([0, 3, 1, 17], len(filled))
-    spans = made.spans(wanted_shards, samples)
-    assert spans.row_tokens.tolist() == [seq_length + 1] * len(samples)
-    assert spans.rows.tolist() == sorted(spans.rows.tolist())
-    single = [spans_of(made, *pair) for pair in zip(wanted_shards.tolist(), samples.tolist(), strict=True)]
-    assert places(spans) == [place for each in single for place in places(each)]
-    assert np.diff(spans.first_spans).tolist() == [len(each.documents) for each in single]
-    begins = spans.positions(np.arange(len(samples)) * 1000)
-    assert begins.tolist() == [
-        1000 * row + int(place) for row, each in enumerate(single) for place in each.positions(np.zeros(1, int))
-    ]
+        if tokens and passes <= 30:
+            expected |= {(shard, sample): row for sample, row in enumerate(oracle.shard_samples(shard, passes))}
+    if not expected:
+        return
+    asked = sorted(expected, key=lambda pair: (pair[1], pair[0]))  # of all shards in turn
+    spans = made.spans(*np.array(asked).T)
+    rows = [expected[pair] for pair in asked]
+    assert places(spans) == [place for row in rows for place in row] and (spans.lengths > 0).all()
+    assert spans.row_tokens.tolist() == [seq_length + 1] * len(rows)
+    pieces = [1 + sum(after != (document, at + 1) for (document, at), after in pairwise(row)) for row in rows]
+    assert spans.rows.tolist() == [number for number, count in enumerate(pieces) for _ in range(count)]
+    assert np.diff(spans.first_spans).tolist() == pieces
+    begins = np.concatenate([np.cumsum([0, *part])[:-1] for part in np.split(spans.lengths, spans.first_spans[1:-1])])
+    assert spans.positions(np.arange(len(rows)) * 1000).tolist() == (spans.rows * 1000 + begins).tolist()
 
 
 def test_the_memory_for_orders_is_bounded_and_changes_nothing() -> None:
