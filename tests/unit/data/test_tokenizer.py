@@ -78,14 +78,6 @@ def test_a_tokenizer_file_alone_gives_its_end_of_text_and_its_vocabulary(tmp_pat
     assert (none.end_of_text, none.vocab_size) == (None, 70_001)
 
 
-def test_texts_are_never_cut_or_padded(tmp_path: Path) -> None:
-    library = tokenizers.Tokenizer.from_str(TRAINED.definition.decode())
-    library.enable_truncation(4)
-    library.enable_padding(length=8)
-    (tmp_path / "tokenizer.json").write_text(library.to_str())
-    assert load_tokenizer(tmp_path).encode_batch(["a", TEXTS[0]]) == TRAINED.encode_batch(["a", TEXTS[0]])
-
-
 WHOLE = {"tokenizer.json": TRAINED.definition}
 OUT = Path("../id_rsa")
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
@@ -251,13 +243,17 @@ def test_names_of_special_tokens_are_text_in_data_and_ids_in_prompts() -> None:
     assert 0 not in TRAINED.encode(text)
 
 
-def test_dropout_is_off_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
-    document = json.loads(TRAINED.definition)
+def test_texts_are_never_cut_padded_or_dropped_out_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_str(TRAINED.definition.decode())
+    library.enable_truncation(4)
+    library.enable_padding(length=8)
+    document = json.loads(library.to_str())
     document["model"]["dropout"] = 0.5
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     loaded = load_tokenizer(tmp_path)
     for special_tokens in (False, True):
-        assert loaded.encode_batch([TEXTS[0]] * 5, special_tokens=special_tokens) == [TRAINED.encode(TEXTS[0])] * 5
+        texts = ["a", *[TEXTS[0]] * 5]
+        assert loaded.encode_batch(texts, special_tokens=special_tokens) == TRAINED.encode_batch(texts)
     assert loaded.definition == (tmp_path / "tokenizer.json").read_bytes()
     assert json.loads(loaded.definition_without_dropout)["model"]["dropout"] is None
     assert TRAINED.definition_without_dropout == TRAINED.definition
