@@ -29,6 +29,7 @@ def test_the_best_is_the_first_with_the_lowest_loss_on_the_sets_that_decide_now(
 
 @pytest.mark.parametrize(("kind", "name"), [("interval", "step_1_ckp"), ("preempt", "step_1_ckp.preempt")])
 def test_the_way_back_of_a_run_that_diverges_stays_until_the_next_update(kind: str, name: str, tmp_path: Path) -> None:
+    save(tmp_path, 0, kind)
     save(tmp_path, 1, kind)
     for step in (2, 3):
         skipping = replace(manifest_of(step), state={GUARDS_STATE: {"skipped_in_a_row": step - 1}})

@@ -79,11 +79,12 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return counted
 
 
-@pytest.mark.parametrize("documents", [DOCUMENTS, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("keeps_time", [False, True], ids=["new time", "old time"])
+@pytest.mark.parametrize(
+    ("documents", "keeps_time"), [(DOCUMENTS, False), (DOCUMENTS, True), (LARGE, True)], ids=range(3)
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_files_of_equal_size_are_another_dataset(
-    kind: str, keeps_time: bool, documents: Documents, tmp_path: Path
+    kind: str, documents: Documents, keeps_time: bool, tmp_path: Path
 ) -> None:
     suffix, write, changes = KINDS[kind]
     path, config = tmp_path / f"data/web/x{suffix}", config_of(tmp_path / "data", **changes)
