@@ -13,6 +13,7 @@ import torch
 
 from pretraining.config.command_line import load_train_config
 from pretraining.data import resume
+from pretraining.distributed import gradient_buckets
 from pretraining.launch.layout import resolve_layout
 from pretraining.tools.evaluate import evaluate_and_print
 from pretraining.train.preemption import StopRequests
@@ -22,6 +23,7 @@ ORDER_1, NEWEST_ORDER = "order_version=1", resume.ORDER_VERSION
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gradient_buckets.BUCKET_BYTES = 5000  # a replicated model has several, each of one parameter or of a few
     # A run needs a meeting place of its own: in torchrun's, it would find the addresses that the run before it left.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for port, arguments in json.loads(sys.argv[1]):

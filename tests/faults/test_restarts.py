@@ -53,8 +53,8 @@ def test_a_job_restarts_by_itself_after_a_killed_rank(whole: Path, tmp_path: Pat
 
 @pytest.mark.thorough
 def test_a_crash_loop_stops_and_names_the_remedy(tmp_path: Path) -> None:
-    runs = job_of(tmp_path, (1, "in_step", 4, "bug"), flags=["checkpoint_interval=3", "max_starts_without_progress=1"])
-    done = run_command([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=2", WORKER, runs], check=False)
+    runs = job_of(tmp_path, (0, "in_step", 4, "bug"), flags=["checkpoint_interval=3", "max_starts_without_progress=1"])
+    done = run_command([*TORCHRUN, "--standalone", "--nproc-per-node=1", "--max-restarts=2", WORKER, runs], check=False)
     assert done.returncode == 1
     # The first start got to a checkpoint, the second one did not, the third one was refused.
     assert done.stderr.count("ZeroDivisionError: division by zero") == 2
