@@ -54,7 +54,7 @@ def job(runs: Sequence[FaultyRun]) -> str:
     """The worker's argument for runs: flags on top of `TINY`, with made-up data where none is named, and faults."""
     jobs = []
     for port, (flags, faults) in zip(free_ports(len(runs)), runs, strict=True):
-        data = [] if any(flag.startswith("data_path=") for flag in flags) else ["use_dummy_dataset=true"]
+        data = [] if any("data_path=" in flag for flag in flags) else ["use_dummy_dataset=true"]
         jobs.append((port, faults, [*TINY, "batch_size=2", *data, *flags]))
     return json.dumps(jobs)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from forked import run_forked
-from helpers import free_ports
+from faulty_runs import train_each
 from training_runs import TINY, train_runs, write_dataset, write_two_datasets
 
 from pretraining.cli import main
-
-WORKER = Path(__file__).with_name("bad_input_worker.py")
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +75,9 @@ def test_a_mistake_is_one_message_and_status_one(
 
 @pytest.mark.thorough
 def test_bad_input_stops_every_process_and_one_prints_the_error(workplace: Path) -> None:
-    lines = [command_line(workplace, flags) for flags, _ in MISTAKES.values()]
-    jobs = json.dumps(list(zip(free_ports(len(lines)), lines, strict=True)))
-    done = run_forked(WORKER, 2, [jobs])
-    for number, name in enumerate(MISTAKES):
-        for rank in (0, 1):
-            assert f"mistake {number} rank {rank} status 1" in done.stdout, name
-    assert "Traceback" not in done.stderr and done.stderr.count("error:") == len(MISTAKES)
-    for name, (_, fragments) in MISTAKES.items():
-        assert all(fragment.format(root=workplace) in done.stderr for fragment in fragments), name
+    ended = train_each([(command_line(workplace, flags), []) for flags, _ in MISTAKES.values()])
+    for (name, (_, fragments)), ranks in zip(MISTAKES.items(), ended, strict=True):
+        said = "".join(each.stderr for each in ranks)
+        assert [each.status for each in ranks] == [1, 1], name
+        assert "Traceback" not in said and said.count("error:") == 1, said
+        assert all(fragment.format(root=workplace) in said for fragment in fragments), said

@@ -164,3 +164,18 @@ def test_a_job_with_a_wrong_flag_fails_with_one_error(slurm: SlurmCluster, tmp_p
     assert output.count("model_variant") == 1, output
     assert sum(line.startswith("error: ") for line in output.splitlines()) == 1, output
     assert "Traceback" not in output, output
+
+
+def test_processes_share_out_prepare(tmp_path: Path) -> None:
+    """One of them says what to do next."""
+    lines = [json.dumps({"text": f"Document {number}. " * 9}) + "\n" for number in range(60)]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    (tmp_path / "prepare.py").write_text(
+        "from pretraining.cli import run_console_script\nfrom pretraining.tools.prepare import units\n"
+        "units.UNIT_BYTES = 2000\nrun_console_script()\n"
+    )
+    command = [tmp_path / "prepare.py", "prepare", f"--input_path={tmp_path}/in.jsonl", f"--output_path={tmp_path}/out"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    output = run_command([*launch, *command]).stdout
+    assert output.count("Train on it with:") == 1
+    assert len(list(tmp_path.glob("out/in/*.arrow"))) > 5 and not list((tmp_path / "out").glob(".*"))

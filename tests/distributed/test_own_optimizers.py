@@ -31,7 +31,7 @@ def test_two_shards_resume_bit_for_bit(optimizers: list[str], data_path: Path, t
     if not found:
         pytest.skip("not installed")
     often = ["eval_interval=2", "checkpoint_interval=2"]
-    parts = (("whole", []), ("parts", ["run_steps=2"]), ("parts", []))
+    parts: tuple[tuple[str, list[str]], ...] = (("whole", []), ("parts", ["run_steps=2"]), ("parts", []))
     train_runs(
         2, data_path, [flags(name, tmp_path / name / run, *often, *more) for name in found for run, more in parts]
     )

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining import cli, files
-from pretraining.checkpoint import copies, manager, mirror, saver, writer
+from pretraining.checkpoint import copies, lease, manager, mirror, saver, writer
 from pretraining.checkpoint.manifest import ChecksummedFile
 from pretraining.data import dataset
 from pretraining.data.batch import MicroBatch, StepBatch
@@ -292,6 +292,7 @@ def limit_file_size(limit_bytes: int) -> None:
 
 def work_in_own_folder(root: str) -> None:
     """Each rank works in a folder of its own, as on a node with its own disk."""
+    lease.SHARED_SECONDS = 0
     os.chdir(Path(root, RANK))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faulty_runs import train, train_each
+from faulty_runs import FaultyRun, train, train_each
 from training_runs import events_of
 
 FLAGS = ["num_steps=9", "checkpoint_interval=2"]
@@ -85,7 +85,7 @@ def test_the_damaged_file_is_named_and_the_newest_good_checkpoint_is_used(
 def test_files_that_no_rank_loads_wholly_are_compared_too(tmp_path: Path) -> None:
     train([*FLAGS, "run_steps=6", "sharding_strategy=ddp", f"ckpt_save_path={tmp_path / 'run'}"])
     changes = {"other_layout": ["sharding_strategy=fsdp"], "weights_alone": ["weights_only=true"]}
-    runs = []
+    runs: list[FaultyRun] = []
     for name, flags in changes.items():
         source = tmp_path / f"damaged_for_{name}"
         shutil.copytree(tmp_path / "run", source)

@@ -112,6 +112,18 @@ def gate(tmp_path: Path) -> Path:
 SAVED_EACH_STEP = ["num_steps=6", "checkpoint_interval=1"]
 
 
+@pytest.mark.parametrize(("run", "status"), [("run", 1), ("../run", 0)])
+def test_nodes_without_a_shared_run_folder_are_refused_at_the_start(run: str, status: int, tmp_path: Path) -> None:
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    ended = train(["num_steps=2", f"ckpt_save_path={run}"], (ALL, "work_in_own_folder", str(tmp_path)), status=status)
+    errors = [line for each in ended for line in each.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == status and list((tmp_path / "0").iterdir()) == list((tmp_path / "1").iterdir()) == []
+    for error in errors:
+        assert f"{tmp_path}/1/run" in error and "on a disk that all nodes share" in error
+    assert status == 1 or (tmp_path / "run" / "checkpoints" / "step_2_ckp").is_dir()
+
+
 def test_a_second_run_on_the_folder_is_refused_while_the_first_one_lives(tmp_path: Path, gate: Path) -> None:
     flags = [*SAVED_EACH_STEP, f"ckpt_save_path={tmp_path / 'run'}"]
     first = start(flags, (0, "wait_at_step", 4, str(gate)))

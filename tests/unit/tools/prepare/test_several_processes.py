@@ -1,4 +1,4 @@
-"""`pretrain prepare` in a job, a share per process; tests/distributed/test_prepare.py starts real ones."""
+"""`pretrain prepare` in a job, a share per process; tests/distributed/test_launchers.py starts real ones."""
 
 from __future__ import annotations
 
