@@ -174,7 +174,8 @@ def test_processes_share_out_prepare(tmp_path: Path) -> None:
         "from pretraining.cli import run_console_script\nfrom pretraining.tools.prepare import units\n"
         "units.UNIT_BYTES = 2000\nrun_console_script()\n"
     )
-    command = [tmp_path / "prepare.py", "prepare", f"--input_path={tmp_path}/in.jsonl", f"--output_path={tmp_path}/out"]
+    command: list[str | Path] = [tmp_path / "prepare.py", "prepare"]
+    command += [f"--input_path={tmp_path}/in.jsonl", f"--output_path={tmp_path}/out"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     output = run_command([*launch, *command]).stdout
     assert output.count("Train on it with:") == 1

@@ -55,6 +55,8 @@ TERM = (1, "in_step", 4, "SIGTERM")
 STOPPED = {
     "SIGTERM": preempted(5, TERM),
     "SIGUSR1": preempted(5, (1, "in_step", 4, "SIGUSR1"), reason="SIGUSR1"),
+    "SIGUSR2": preempted(5, (1, "in_step", 4, "SIGUSR2"), reason="SIGUSR2"),
+    "SIGXCPU": preempted(5, (1, "in_step", 4, "SIGXCPU"), reason="SIGXCPU"),
     "SIGHUP": preempted(5, (1, "in_step", 4, "SIGHUP"), reason="SIGHUP"),
     "time limit": preempted(3, (1, "time_limit_is_near"), reason="the time limit is near"),
     "in the first step": preempted(2, (1, "in_step", 1, "SIGTERM")),
