@@ -9,7 +9,9 @@ import json
 import os
 import sys
 
+import pytest
 import torch
+from emulated_float8 import emulate_float8
 
 from pretraining.config.command_line import load_train_config
 from pretraining.data import resume
@@ -31,6 +33,8 @@ if __name__ == "__main__":
         # A new run in the order of samples of earlier releases, which only resumed runs have otherwise.
         resume.ORDER_VERSION = 1 if ORDER_1 in arguments else NEWEST_ORDER
         arguments = [each for each in arguments if each != ORDER_1]
+        if any(each.startswith("float8=") for each in arguments):
+            emulate_float8(pytest.MonkeyPatch())
         config, layout = load_train_config(arguments), resolve_layout(os.environ)
         if config.evaluation.eval_only:
             evaluate_and_print(config, layout, StopRequests())
