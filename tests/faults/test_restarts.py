@@ -57,7 +57,7 @@ def test_a_crash_loop_stops_and_names_the_remedy(tmp_path: Path) -> None:
     done = run_command([*TORCHRUN, "--standalone", "--nproc-per-node=1", "--max-restarts=2", WORKER, runs], check=False)
     assert done.returncode == 1
     # The first start got to a checkpoint, the second one did not, the third one was refused.
-    assert done.stderr.count("ZeroDivisionError: division by zero") == 2
+    assert done.stderr.count("[rank0]: ZeroDivisionError: division by zero") == 2
     assert "began at step 3 and ended before a new checkpoint" in done.stderr
     assert "--max_starts_without_progress=0" in done.stderr
     assert status_of(tmp_path)["starts"] == 2 and checkpoints_of(tmp_path) == {"step_3_ckp"}
