@@ -168,7 +168,7 @@ def test_a_job_with_a_wrong_flag_fails_with_one_error(slurm: SlurmCluster, tmp_p
 
 def test_processes_share_out_prepare(tmp_path: Path) -> None:
     """One of them says what to do next."""
-    lines = [json.dumps({"text": f"Document {number}. " * 9}) + "\n" for number in range(60)]
+    lines = [json.dumps({"text": f"Document {number} for a launcher. " * 9}) + "\n" for number in range(60)]
     (tmp_path / "in.jsonl").write_text("".join(lines))
     (tmp_path / "prepare.py").write_text(
         "from pretraining.cli import run_console_script\nfrom pretraining.tools.prepare import units\n"

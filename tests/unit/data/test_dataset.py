@@ -75,17 +75,6 @@ def test_data_that_cannot_be_trained_on_is_refused(
     assert named in ("", *raised.value.settings) and words in str(raised.value)
 
 
-def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
-    example = page.split("## Python")[1].split("```python\n")[1].split("```")[0]
-    for name in ("one", "two"):
-        write_documents(tmp_path / f"data/web/{name}.arrow", random_documents(300))
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(example, names)
-    assert names["inputs"].tokens_BS.shape == (8, 1024) and names["state"]["next_sample"] == 32
-
-
 def write_numbered(root: Path, files: list[list[int]], batch_documents: int) -> int:
     """Write documents of given lengths without a repeated token; return the number of tokens."""
     token = 0
