@@ -403,7 +403,7 @@ def _is_same(what: str, value: Any, other: Any, exact: bool) -> bool:
             return torch.equal(other.flatten().view(torch.uint8), value.flatten().view(torch.uint8))
         norm = value.double().norm().clamp(min=1e-6)
         return bool((other.double() - value.double()).norm() <= TENSOR_TOLERANCE * norm)
-    is_rounded = "loss" in what or "grad_norm" in what
+    is_rounded = any(name in what for name in ("loss", "grad_norm", "evaluation_of_step"))
     if not exact and is_rounded and isinstance(value, float) and isinstance(other, float):
         return abs(other - value) <= LOSS_TOLERANCE * abs(value)
     return bool(value == other)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -40,14 +40,15 @@ class ForkedProcess:
         script: run as the main program.
         arguments: its arguments.
         variables: its whole environment.
+        cwd: folder to run in.
     """
 
-    def __init__(self, script: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    def __init__(self, script: Path, arguments: Sequence[str], variables: Mapping[str, str], cwd: Path = ROOT) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="forked-")
         self._said = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         for path in self._said:
             path.touch()
-        work = (script, list(arguments), dict(variables), self._said)
+        work = (script, list(arguments), dict(variables), self._said, cwd)
         self._process = fork_context().Process(target=_work, args=work)
         self._process.start()
 
@@ -87,18 +88,13 @@ class ForkedProcess:
         stdout, stderr = (path.read_text() for path in self._said)
         return stdout, stderr
 
-    def wait_for_line(self, is_wanted: Callable[[str], bool]) -> None:
-        """Waits until the process has written a line to stdout."""
-        while True:
-            has_ended = self.returncode is not None
-            if any(is_wanted(line) for line in self._said[0].read_text().splitlines()):
-                return
-            assert not has_ended, f"the process ended before:\n{self._said[0].read_text()}{self._said[1].read_text()}"
-            time.sleep(0.01)
-
 
 def start_forked(
-    script: Path, processes: int, args: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    script: Path,
+    processes: int,
+    args: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> list[ForkedProcess]:
     """Starts a script as the processes of a job that nobody ends when one of them does."""
     (port,) = free_ports(1)
@@ -107,7 +103,7 @@ def start_forked(
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         variables = {name: str(value) for name, value in place.items()}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(environment or {})}
-        started.append(ForkedProcess(script, args, plain_environment(variables)))
+        started.append(ForkedProcess(script, args, plain_environment(variables), cwd))
     return started
 
 
@@ -117,6 +113,7 @@ def run_forked(
     args: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     check: bool = True,
+    cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script as the processes of a job to its end; one that fails ends the others, as under torchrun.
 
@@ -126,11 +123,12 @@ def run_forked(
         args: arguments of the script.
         environment: variables on top of `plain_environment()`.
         check: fail the test, showing the output, unless every process succeeded.
+        cwd: folder to run in.
 
     Returns:
         exit code (1 if any process failed), and what all have written, one after the other.
     """
-    job = start_forked(script, processes, args, environment)
+    job = start_forked(script, processes, args, environment, cwd)
     try:
         is_in_time = _wait_for_job(job, time.monotonic() + PATIENCE_SECONDS)
     finally:
@@ -165,13 +163,13 @@ def _wait_for_job(job: Sequence[ForkedProcess], deadline: float) -> bool:
     return not is_late
 
 
-def _work(script: Path, arguments: list[str], variables: dict[str, str], said: list[Path]) -> None:
+def _work(script: Path, arguments: list[str], variables: dict[str, str], said: list[Path], cwd: Path) -> None:
     """In the forked process."""
     for path, number in zip(said, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(variables)
-    os.chdir(ROOT)
+    os.chdir(cwd)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     try:

@@ -57,7 +57,7 @@ def plain_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
         for name, value in os.environ.items()
         if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
     }
-    environment["OMP_NUM_THREADS"] = "1"
+    environment["OMP_NUM_THREADS"] = environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     environment.update(changes or {})
     return environment

@@ -63,13 +63,11 @@ def write_dataset(folder: Path, documents: int = 400, seed: int = 0) -> None:
         writer.write_table(table)
 
 
-def train_runs(
-    processes: int, data_path: Path, runs: Sequence[Sequence[str]], worker: str = "training_worker.py"
-) -> None:
+def train_runs(processes: int, data_path: Path, runs: Sequence[Sequence[str]]) -> None:
     """Trains several runs in one job of `processes` processes; each run is a list of overrides on top of `TINY`."""
     common = [*TINY, f"data_path={data_path}", "sep_token=0", "logical_shards=8"]
     jobs = [(port, [*common, *run]) for port, run in zip(free_ports(len(runs)), runs, strict=True)]
-    run_forked(Path(__file__).parent / "distributed" / worker, processes, [json.dumps(jobs)])
+    run_forked(Path(__file__).parent / "distributed" / "training_worker.py", processes, [json.dumps(jobs)])
 
 
 def losses_of(run: Path) -> list[float]:

@@ -78,10 +78,12 @@ def _git_state(root: Path) -> dict[str, Any] | None:
     """
     if not exists(root / ".git"):
         return None
-    command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    # `git describe --dirty` would take a lock, which a full disk leaves behind.
+    command = ["git", "--no-optional-locks", "-C", str(root), "status", "--porcelain=v2", "--branch", "-uno"]
     try:
-        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    commit, dash, _ = done.stdout.strip().partition("-")
-    return {"commit": commit, "dirty": bool(dash)}
+    headers = [line for line in done.stdout.splitlines() if line.startswith("#")]
+    commit = next(line.removeprefix("# branch.oid ") for line in headers if line.startswith("# branch.oid "))
+    return {"commit": commit, "dirty": len(headers) < len(done.stdout.splitlines())}

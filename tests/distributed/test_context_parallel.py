@@ -9,10 +9,10 @@ import pytest
 from tiers import first_quick
 from training_runs import EVERY_SWITCH, losses_of, metrics_of, train_runs
 
-# Ten steps on two datasets, whose documents end at places that no chunk knows of, and an evaluation of each.
+# Six steps on two datasets, whose documents end at places that no chunk knows of, and an evaluation of each.
 COMMON = [
-    *("datasets=first,second", "weights=3,1", "num_steps=10", "global_batch_size=4", "batch_size=2"),
-    *("held_out_fraction=0.1", "eval_interval=5", "eval_batches=3"),
+    *("datasets=first,second", "weights=3,1", "num_steps=6", "global_batch_size=4", "batch_size=2"),
+    *("held_out_fraction=0.1", "eval_interval=3", "eval_batches=3"),
 ]
 KINDS = {
     "stream": [],
@@ -29,6 +29,18 @@ LAYOUTS = {
         "ddp_4": ["context_parallel_size=4", "sharding_strategy=ddp"],
     },
 }
+# Flags of the run of two ranks, and those that one process has, too.
+SETTINGS = {
+    "recomputed": (["fsdp_activation_checkpointing=true"], ["document_mask=true", "z_loss_weight=1e-3"]),
+    "op": (["fsdp_activation_checkpointing=true", "selective_checkpointing=op"], KINDS["masked"]),
+    "compiled and recomputed": (
+        ["use_torch_compile=true", "fsdp_activation_checkpointing=true"],
+        ["loss_chunk_tokens=8"],
+    ),
+    "compiled": (["use_torch_compile=true", "sharding_strategy=zero2"], []),
+    "every switch": ([], [*EVERY_SWITCH, "document_mask=true"]),
+}
+UNLIKE = ("stream", "best_fit_masked")
 TIMES = ("seconds", "per_", "share", "gib")  # parts of the names of values that each run has of its own
 
 
@@ -45,56 +57,54 @@ def assert_same_reports(run: Path, expected: Path) -> None:
         ]
         for path in (run, expected)
     )
-    assert len(lines) == 12 and {"grad_norm", "loss/second", "token_accuracy"} <= lines[0].keys()
+    assert len(lines) == 8 and {"grad_norm", "loss/second", "token_accuracy"} <= lines[0].keys()
     assert any("evaluation_loss/second" in line for line in lines)
     for line, other in zip(lines, others, strict=True):
         assert line == pytest.approx(other, rel=2e-5), run.name
 
 
+@pytest.fixture(scope="module")
+def alone(data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the runs of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    train_runs(1, data_path, [[*COMMON, *kind, f"ckpt_save_path={folder / name}"] for name, kind in KINDS.items()])
+    return folder
+
+
 @pytest.mark.parametrize("processes", first_quick(2, 4))
 def test_ranks_that_share_sequences_report_what_one_process_does(
-    processes: int, data_path: Path, tmp_path: Path
+    processes: int, alone: Path, data_path: Path, tmp_path: Path
 ) -> None:
-    train_runs(1, data_path, [[*COMMON, *kind, f"ckpt_save_path={tmp_path / name}"] for name, kind in KINDS.items()])
     layouts = LAYOUTS[processes]
-    runs = [(f"{name}_{layout}", [*KINDS[name], *layouts[layout]]) for name in KINDS for layout in layouts]
-    train_runs(processes, data_path, [[*COMMON, *flags, f"ckpt_save_path={tmp_path / name}"] for name, flags in runs])
-    for name in KINDS:
-        for layout in layouts:
-            assert_same_reports(tmp_path / f"{name}_{layout}", tmp_path / name)
+    # Every kind in the first layout; in the others, the two that are least alike.
+    pairs = [(kind, layout) for layout in layouts for kind in KINDS if layout in ("fsdp", "fsdp_2") or kind in UNLIKE]
+    runs = [
+        [*COMMON, *KINDS[kind], *layouts[layout], f"ckpt_save_path={tmp_path / layout / kind}"]
+        for kind, layout in pairs
+    ]
+    train_runs(processes, data_path, runs)
+    for kind, layout in pairs:
+        assert_same_reports(tmp_path / layout / kind, alone / kind)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("flags", "of_both"),
-    [
-        (["fsdp_activation_checkpointing=true"], ["document_mask=true", "z_loss_weight=1e-3"]),
-        (["fsdp_activation_checkpointing=true", "selective_checkpointing=op"], ["document_mask=true"]),
-        (["use_torch_compile=true", "fsdp_activation_checkpointing=true"], ["loss_chunk_tokens=8"]),
-        (["use_torch_compile=true", "sharding_strategy=zero2"], []),
-        ([], [*EVERY_SWITCH, "document_mask=true"]),
-    ],
-    ids=["recomputed", "op", "compiled and recomputed", "compiled", "every switch"],
-)
-def test_other_settings_hold_with_shared_sequences(
-    flags: list[str], of_both: list[str], data_path: Path, tmp_path: Path
-) -> None:
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
-    train_runs(1, data_path, [[*COMMON, *of_both, f"ckpt_save_path={alone}"]])
-    train_runs(2, data_path, [[*COMMON, *of_both, *flags, "context_parallel_size=2", f"ckpt_save_path={shared}"]])
-    assert_same_reports(shared, alone)
+def test_other_settings_hold_with_shared_sequences(data_path: Path, tmp_path: Path) -> None:
+    one = [[*COMMON, *both, f"ckpt_save_path={tmp_path / name} alone"] for name, (_, both) in SETTINGS.items()]
+    train_runs(1, data_path, one)
+    context = [*COMMON, "context_parallel_size=2"]
+    two = [[*context, *both, *own, f"ckpt_save_path={tmp_path / name}"] for name, (own, both) in SETTINGS.items()]
+    train_runs(2, data_path, two)
+    for name in SETTINGS:
+        assert_same_reports(tmp_path / name, tmp_path / f"{name} alone")
 
 
 @pytest.mark.thorough
-def test_a_run_resumes_with_another_number_of_ranks_per_sequence(data_path: Path, tmp_path: Path) -> None:
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    train_runs(1, data_path, [[*COMMON, f"ckpt_save_path={whole}"]])
-    stages = [(4, "context_parallel_size=2", 3), (2, "context_parallel_size=1", 3), (2, "context_parallel_size=2", 4)]
+def test_a_run_resumes_with_another_number_of_ranks_per_sequence(alone: Path, data_path: Path, tmp_path: Path) -> None:
+    stages = [(4, "context_parallel_size=2"), (2, "context_parallel_size=1"), (2, "context_parallel_size=2")]
     worlds = []
-    for processes, flag, steps in stages:
-        train_runs(processes, data_path, [[*COMMON, flag, f"run_steps={steps}", f"ckpt_save_path={moved}"]])
-        done = len(losses_of(moved))
-        manifest = json.loads((moved / "checkpoints" / f"step_{done}_ckp" / "manifest.json").read_text())
+    for number, (processes, flag) in enumerate(stages, start=1):
+        train_runs(processes, data_path, [[*COMMON, flag, "run_steps=2", f"ckpt_save_path={tmp_path}"]])
+        manifest = json.loads((tmp_path / f"checkpoints/step_{2 * number}_ckp/manifest.json").read_text())
         worlds.append((manifest["world"]["processes"], manifest["world"].get("context_parallel_size")))
     assert worlds == [(4, 2), (2, None), (2, 2)]
-    assert losses_of(moved) == pytest.approx(losses_of(whole), rel=2e-5)
+    assert losses_of(tmp_path) == pytest.approx(losses_of(alone / "stream"), rel=2e-5)

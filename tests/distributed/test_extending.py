@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, free_ports, run_command
+from forked import run_forked
+from helpers import ROOT
 from training_runs import TINY, metrics_of, reports_of
 
 pytestmark = pytest.mark.thorough
 
+WORKER = Path(__file__).with_name("command_worker.py")
 BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 FLAGS = [
     *("optimizer=my_optimizers:Lion", "optimizer_options=beta1=0.95,beta2=0.98", "schedule=my_schedules:triangle"),
@@ -31,13 +33,17 @@ def outside(tmp_path: Path) -> Path:
 
 
 def train(outside: Path, processes: int, run: str, *flags: str) -> str:
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={free_ports(1)[0]}"]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "main_training.py")]
     settings = [*(flag for flag in TINY if not flag.startswith(("tracker", "learning_rate"))), *FLAGS, *flags]
-    return run_command([*command, *settings, f"ckpt_save_path={run}"], cwd=outside).stdout
+    return run_forked(WORKER, processes, ["train", *settings, f"ckpt_save_path={run}"], cwd=outside).stdout
 
 
-def test_ones_own_optimizer_schedule_tracker_and_score_train_and_resume_on_any_layout(outside: Path) -> None:
+def run_pretrain(
+    outside: Path, *arguments: str, processes: int = 1, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    return run_forked(WORKER, processes, arguments, check=check, cwd=outside)
+
+
+def test_user_defined_optimizer_schedule_tracker_and_score_train_and_resume_on_any_layout(outside: Path) -> None:
     batch = ["global_batch_size=4", "batch_size=2", "num_steps=6"]
     train(outside, 1, "whole", *batch)
     train(outside, 2, "parts", *batch, "run_steps=3")
@@ -57,7 +63,7 @@ def test_ones_own_optimizer_schedule_tracker_and_score_train_and_resume_on_any_l
     assert manifest["state"]["trackers"] == {"my_trackers:Csv": "parts from step 0"}
 
 
-def test_ones_own_block_trains_resumes_samples_and_is_planned(outside: Path) -> None:
+def test_a_user_defined_block_trains_resumes_samples_and_is_planned(outside: Path) -> None:
     flags = ["block=my_blocks:SquaredReluBlock", "global_batch_size=4", "batch_size=2", "num_steps=4"]
     train(outside, 1, "own", *flags)
     train(outside, 2, "apart", *flags, "run_steps=2")
@@ -66,23 +72,19 @@ def test_ones_own_block_trains_resumes_samples_and_is_planned(outside: Path) -> 
     assert apart == pytest.approx(whole, rel=1e-5)
     manifest = json.loads((outside / "own/checkpoints/step_4_ckp/manifest.json").read_text())
     assert manifest["model"]["block"] == "my_blocks:SquaredReluBlock"
-    pretrain = [sys.executable, str(ROOT / "main_training.py")]
-    module = [sys.executable, "-m", "pretraining"]
-    other = run_command([*pretrain, *TINY, "use_dummy_dataset=true", "ckpt_save_path=own"], cwd=outside, check=False)
+    other = run_pretrain(outside, "train", *TINY, "use_dummy_dataset=true", "ckpt_save_path=own", check=False)
     assert other.returncode == 1 and "block: my_blocks:SquaredReluBlock in the checkpoint, None in" in other.stderr
     own = "--block=my_blocks:SquaredReluBlock"
-    sampled = run_command([*module, "sample", "own", "--prompt_tokens=1,2", "--max_new_tokens=3", own], cwd=outside)
+    sampled = run_pretrain(outside, "sample", "own", "--prompt_tokens=1,2", "--max_new_tokens=3", own)
     assert len(sampled.stdout.split()) >= 1
-    assert "no faults" in run_command([*module, "verify", "own", own], cwd=outside).stdout
+    assert "no faults" in run_pretrain(outside, "verify", "own", own).stdout
     plans = [
-        json.loads(
-            run_command([*module, "plan", "--json", "--gpu=h100", "--model_variant=125m", *block], cwd=outside).stdout
-        )
-        for block in (["--model_variant=125m"], ["--model_variant=125m", "--block=my_blocks:SquaredReluBlock"])
+        json.loads(run_pretrain(outside, "plan", "--json", "--gpu=h100", "--model_variant=125m", *block).stdout)
+        for block in ([], [own])
     ]
     # 12 blocks without a gate of 768 x 2048.
     assert plans[0]["parameters"] - plans[1]["parameters"] == 12 * 768 * 2048
-    refused = run_command([*module, "export", "own", "--output_path=out", own], cwd=outside, check=False)
+    refused = run_pretrain(outside, "export", "own", "--output_path=out", own, check=False)
     assert refused.returncode == 1 and "config_document(shape)" in refused.stderr
 
 
@@ -90,42 +92,36 @@ def test_a_checkpoint_alone_imports_no_block(outside: Path) -> None:
     """A downloaded folder may hold code beside its checkpoint, and be the working directory."""
     train(outside, 1, "own", "block=my_blocks:SquaredReluBlock", "num_steps=3")
     (outside / "my_blocks.py").write_text("raise SystemExit('executed')")
-    module = [sys.executable, "-m", "pretraining"]
+    dummy = ["train", "ckpt_load_path=own", "use_dummy_dataset=true"]
     commands = {
         "sample": ["sample", "own", "--prompt_tokens=1"],
         "verify": ["verify", "own"],
         "export": ["export", "own", "--output_path=out"],
-        "train": ["train", "ckpt_load_path=own", "weights_only=true", "use_dummy_dataset=true", "ckpt_save_path=new"],
-        "evaluate": [
-            "train",
-            "ckpt_load_path=own",
-            "eval_only=true",
-            "use_dummy_dataset=true",
-            "held_out_fraction=0.1",
-        ],
+        "train": [*dummy, "weights_only=true", "ckpt_save_path=new"],
+        "evaluate": [*dummy, "eval_only=true", "held_out_fraction=0.1"],
         "inspect": ["inspect", "own", "--step=1"],
         "list": ["list", "own"],
     }
     for name, command in commands.items():
-        done = run_command([*module, *command], cwd=outside, check=False)
+        done = run_pretrain(outside, *command, check=False)
         assert "executed" not in done.stdout + done.stderr, name
         if name not in ("inspect", "list"):
             assert "give --block=my_blocks:SquaredReluBlock" in done.stdout + done.stderr, (name, done.stderr)
 
 
 def test_what_is_no_block_is_refused(outside: Path) -> None:
-    module = [sys.executable, "-m", "pretraining", "train", *TINY, "use_dummy_dataset=true", "dry_run=true"]
+    flags = ["train", *TINY, "use_dummy_dataset=true", "dry_run=true"]
     for block, message in (
         ("my_blocks", "is not of the form package.module:Class"),
         ("my_blocks:Missing", "my_blocks has no Missing"),
         ("my_blocks:torch", "is no torch.nn.Module"),
         ("my_optimizers:Lion", "is no torch.nn.Module"),
     ):
-        refused = run_command([*module, f"block={block}"], cwd=outside, check=False)
+        refused = run_pretrain(outside, *flags, f"block={block}", check=False)
         assert refused.returncode == 1 and message in refused.stderr, block
 
 
-def test_a_block_shares_sequences_with_other_ranks_unless_its_attention_is_of_its_own(outside: Path) -> None:
+def test_a_block_shares_sequences_with_other_ranks_unless_its_attention_is_another(outside: Path) -> None:
     flags = ["block=my_blocks:SquaredReluBlock", "global_batch_size=4", "batch_size=2", "num_steps=3"]
     train(outside, 1, "whole", *flags)
     train(outside, 2, "shared", *flags, "context_parallel_size=2")
@@ -135,8 +131,7 @@ def test_a_block_shares_sequences_with_other_ranks_unless_its_attention_is_of_it
         "import torch\n\n\nclass Block(torch.nn.Linear):\n"
         "    def __init__(self, shape, layer):\n        super().__init__(shape.hidden_size, shape.hidden_size)\n"
     )
-    worker = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(ROOT / "main_training.py")]
     own = [*TINY, "use_dummy_dataset=true", "num_steps=1", "context_parallel_size=2", "block=own_attention:Block"]
-    refused = run_command([*worker, *own], cwd=outside, check=False)
+    refused = run_pretrain(outside, "train", *own, processes=2, check=False)
     assert refused.returncode == 1
     assert "own_attention:Block has no module of pretraining.model.attention.Attention" in refused.stderr

@@ -8,10 +8,9 @@ import pytest
 from emulated_float8 import needs_torchao
 from training_runs import losses_of, train_runs, write_dataset
 
-WORKER = "float8_worker.py"
 SCALINGS = ("tensorwise", "rowwise")
 STRATEGIES = ("fsdp", "zero2", "ddp")
-COMMON = ["mixed_precision=true", "num_steps=8", "warmup_steps=2", "global_batch_size=8", "batch_size=4"]
+COMMON = ["mixed_precision=true", "num_steps=4", "warmup_steps=2", "global_batch_size=8", "batch_size=4"]
 CHECKPOINTED = ["fsdp_activation_checkpointing=true", "selective_checkpointing=op"]
 
 
@@ -33,10 +32,10 @@ def test_two_processes_learn_like_one_and_save_a_checkpoint_for_it(data_path: Pa
         flags, run = [*COMMON, f"float8={scaling}"], f"ckpt_save_path={tmp_path}/{scaling}"
         alone.append([*flags, f"{run}_alone"])
         together += [[*flags, f"sharding_strategy={each}", f"{run}_{each}"] for each in STRATEGIES]
-        together.append([*flags, *CHECKPOINTED, "run_steps=4", f"{run}_stopped"])
+        together.append([*flags, *CHECKPOINTED, "run_steps=2", f"{run}_stopped"])
         stopped.append([*COMMON, f"{run}_stopped"])
-    train_runs(1, data_path, alone, worker=WORKER)
-    train_runs(2, data_path, together, worker=WORKER)
+    train_runs(1, data_path, alone)
+    train_runs(2, data_path, together)
     train_runs(1, data_path, stopped)  # in bfloat16 from here on
     for scaling in SCALINGS:
         expected = losses_of(tmp_path / f"{scaling}_alone")

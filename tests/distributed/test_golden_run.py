@@ -237,24 +237,19 @@ def test_the_place_in_the_data_is_restored(continued: Continued) -> None:
     assert losses_of(continued.into / "phases") == pytest.approx(losses_of(RUN / "sharded")[4:8], rel=1e-5)
 
 
-def test_the_status_continues_its_counts(continued: Continued) -> None:
+def test_counts_of_the_status_checkpoints_and_index_are_continued(continued: Continued) -> None:
+    """A preemption checkpoint goes, the best one stays, and nothing is indexed again."""
     for name, step in NEWEST.items():
         before, after = (
             json.loads((folder / name / "run_status.json").read_text()) for folder in (RUN, continued.golden)
         )
         assert after["starts"] == before["starts"] + 1 == 4
         assert (after["status"], after["step"], after["started_at_step"]) == ("finished", step + 1, step)
-
-
-def test_a_preemption_checkpoint_goes_and_the_best_one_stays(continued: Continued) -> None:
     checkpoints = continued.golden / "sharded" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "step_11_ckp", "step_4_ckp", "step_8_ckp"]
     assert (checkpoints / "best").resolve().name == "step_8_ckp"
-
-
-def test_the_index_is_used_as_it_is(continued: Continued) -> None:
-    before, after = continued.index
-    assert len(before) == 4 and after == before
+    index_before, index_after = continued.index
+    assert len(index_before) == 4 and index_after == index_before
     assert "indexing" not in continued.printed and "packing dataset" not in continued.printed
 
 

@@ -28,8 +28,8 @@ HERE = {
 }
 
 
-ALONE = ["--use_dummy_dataset=true", "--model_variant=tiny", "--hidden_size=32", "--intermediate_size=64"]
-ALONE += ["--num_hidden_layers=1", "--seq_length=32", "--num_steps=2", "--vocab_size=64", "--report_interval=1"]
+SHORT = ["--use_dummy_dataset=true", "--model_variant=tiny", "--hidden_size=32", "--intermediate_size=64"]
+SHORT += ["--num_hidden_layers=1", "--seq_length=32", "--num_steps=2", "--vocab_size=64", "--report_interval=1"]
 
 
 def reports(output: str) -> list[dict[str, Any]]:
@@ -38,35 +38,16 @@ def reports(output: str) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: line["rank"])
 
 
+# The same as one YAML of a training stub, which is an argument by itself.
 STUB = """
-dist: {{cpu_only: True, backend: gloo, dtype: float32, sharding_stage: zero2}}
-dataset: {{batch_size: 1, num_workers: 0, path_train: path/to/train, path_eval: path/to/eval}}
-model:
-  hf_config:
-    hidden_size: 64
-    intermediate_size: 128
-    num_hidden_layers: 1
-    num_attention_heads: 4
-    num_key_value_heads: 4
-    vocab_size: 256
-    max_position_embeddings: 32
-optim: {{lr: 1e-3, weight_decay: 0.01}}
-lr_scheduler: {{total_iterations: 2, warmup_iterations: 1}}
-checkpoint: {{state_dict_type: full, chkpt_saving_iterations: 1, directory: {folder}, prefix: run}}
+dist: {cpu_only: True, backend: gloo, dtype: float32, sharding_stage: zero2}
+dataset: {batch_size: 1, num_workers: 0, path_train: path/to/train, path_eval: path/to/eval}
+model: {hf_config: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 4,
+  num_key_value_heads: 4, vocab_size: 64, max_position_embeddings: 32}}
+optim: {lr: 1e-3, weight_decay: 0.01}
+lr_scheduler: {total_iterations: 2, warmup_iterations: 1}
+checkpoint: {state_dict_type: full, chkpt_saving_iterations: 1, directory: FOLDER, prefix: run}
 """
-
-
-def stub_file(folder: Path) -> str:
-    """The same training as one YAML of a training stub, which is an argument by itself."""
-    path = folder / "cfg.yaml"
-    path.write_text(STUB.format(folder=folder))
-    return str(path)
-
-
-def assert_the_stub_trained(folder: Path) -> None:
-    (run,) = folder.glob("run.*")  # all processes agree on the time in its name
-    assert trained_steps(run) == 2
-    assert (run / "checkpoints" / "step_2_ckp" / "iter_state_dict.pt").is_file()
 
 
 def trained_steps(folder: Path) -> int:
@@ -127,7 +108,7 @@ def test_processes_know_their_places_and_meet(command: str, launcher: str, reque
 def test_a_shell_of_srun_pty_trains_alone_and_an_srun_in_it_starts_all_tasks(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    train = f"{sys.executable} {MAIN} {' '.join(ALONE)} --ckpt_save_path={tmp_path}/shell"
+    train = f"{sys.executable} {MAIN} {' '.join(SHORT)} --ckpt_save_path={tmp_path}/shell"
     first = "[[ $SLURM_PROCID == 0 ]] || exit 0"  # the other tasks of a shell find no input, and end
     inside = f"{first}; {train} && {REPORTING} && srun --overlap -n 2 {REPORTING}"
     command = ["script", "--quiet", "--return", "--command", f"srun -n 2 --pty bash -c '{inside}'", "/dev/null"]
@@ -147,15 +128,17 @@ def test_one_process_is_a_job_also_in_a_batch_script_of_two_tasks(slurm: SlurmCl
 def test_torch_distributed_launch_trains(tmp_path: Path) -> None:
     """It adds --local-rank to the flags."""
     launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "--standalone"]
-    run_command([*launch, MAIN, stub_file(tmp_path), "--use_dummy_dataset=true"])
-    assert_the_stub_trained(tmp_path)
+    run_command([*launch, MAIN, *SHORT, f"--ckpt_save_path={tmp_path}"])
+    assert trained_steps(tmp_path) == 2
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_the_script_for_mpi_trains(kind: str, tmp_path: Path) -> None:
     environment = {**HERE, "NPROC": "2", "MPIRUN": mpirun(kind)}
-    run_command(["bash", "scripts/train_mpi.sh", stub_file(tmp_path), "--use_dummy_dataset=true"], environment)
-    assert_the_stub_trained(tmp_path)
+    (tmp_path / "cfg.yaml").write_text(STUB.replace("FOLDER", str(tmp_path)))
+    run_command(["bash", "scripts/train_mpi.sh", tmp_path / "cfg.yaml", "--use_dummy_dataset=true"], environment)
+    (run,) = tmp_path.glob("run.*")  # all processes agree on the time in its name
+    assert trained_steps(run) == 2 and (run / "checkpoints" / "step_2_ckp" / "iter_state_dict.pt").is_file()
 
 
 def submit_training(slurm: SlurmCluster, output: Path, flags: list[str], tasks: int = 1) -> str:
@@ -166,11 +149,8 @@ def submit_training(slurm: SlurmCluster, output: Path, flags: list[str], tasks: 
 
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_the_script_for_slurm_trains_one_job_of_any_tasks(slurm: SlurmCluster, tmp_path: Path, tasks: int) -> None:
-    flags = [
-        *("--use_dummy_dataset=true", "--model_variant=tiny", "--num_hidden_layers=1", "--vocab_size=256"),
-        *("--seq_length=32", "--batch_size=1", "--global_batch_size=2", "--num_steps=2"),
-    ]
-    state = submit_training(slurm, tmp_path / "output", [*flags, f"--ckpt_save_path={tmp_path / 'run'}"], tasks)
+    flags = [*SHORT, "--batch_size=1", "--global_batch_size=2", f"--ckpt_save_path={tmp_path / 'run'}"]
+    state = submit_training(slurm, tmp_path / "output", flags, tasks)
     output = (tmp_path / "output").read_text()
     assert state == "COMPLETED", output
     assert trained_steps(tmp_path / "run") == 2
@@ -184,3 +164,19 @@ def test_a_job_with_a_wrong_flag_fails_with_one_error(slurm: SlurmCluster, tmp_p
     assert output.count("model_variant") == 1, output
     assert sum(line.startswith("error: ") for line in output.splitlines()) == 1, output
     assert "Traceback" not in output, output
+
+
+def test_processes_share_out_prepare(tmp_path: Path) -> None:
+    """One of them says what to do next."""
+    lines = [json.dumps({"text": f"Document {number} for a launcher. " * 9}) + "\n" for number in range(60)]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    (tmp_path / "prepare.py").write_text(
+        "from pretraining.cli import run_console_script\nfrom pretraining.tools.prepare import units\n"
+        "units.UNIT_BYTES = 2000\nrun_console_script()\n"
+    )
+    command: list[str | Path] = [tmp_path / "prepare.py", "prepare"]
+    command += [f"--input_path={tmp_path}/in.jsonl", f"--output_path={tmp_path}/out"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    output = run_command([*launch, *command]).stdout
+    assert output.count("Train on it with:") == 1
+    assert len(list(tmp_path.glob("out/in/*.arrow"))) > 5 and not list((tmp_path / "out").glob(".*"))

@@ -12,7 +12,7 @@ from pretraining.config.plugins import OPTIMIZERS
 
 pytestmark = pytest.mark.thorough
 
-RUN = ["num_steps=8", "global_batch_size=6", "batch_size=2", "warmup_steps=2"]
+RUN = ["num_steps=6", "global_batch_size=6", "batch_size=2", "warmup_steps=2"]
 WHOLE_MATRICES = "muon"
 WHOLE_NORM = "normalized_sgdm"
 # Those that work on each number by itself need one layout; the others need each kind, and rows that do not divide.
@@ -62,7 +62,7 @@ def test_a_run_resumes_with_another_number_of_processes(
     on_one: dict[str, list[float]], data_path: Path, tmp_path: Path
 ) -> None:
     names = ("muon", "nadam", "sgdm")
-    for processes, strategy, steps in ((1, "ddp", 2), (2, "fsdp", 3), (4, "hsdp", 1), (2, "ddp", 2)):
+    for processes, strategy, steps in ((1, "ddp", 2), (2, "fsdp", 2), (4, "hsdp", 1), (2, "ddp", 1)):
         more = [f"run_steps={steps}", f"sharding_strategy={strategy}"]
         more += ["hsdp_group_size=2"] if strategy == "hsdp" else []
         train_runs(processes, data_path, [flags(name, tmp_path / name, more) for name in names])

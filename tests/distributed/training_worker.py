@@ -9,10 +9,13 @@ import json
 import os
 import sys
 
+import pytest
 import torch
+from emulated_float8 import emulate_float8
 
 from pretraining.config.command_line import load_train_config
 from pretraining.data import resume
+from pretraining.distributed import gradient_buckets
 from pretraining.launch.layout import resolve_layout
 from pretraining.tools.evaluate import evaluate_and_print
 from pretraining.train.preemption import StopRequests
@@ -22,6 +25,7 @@ ORDER_1, NEWEST_ORDER = "order_version=1", resume.ORDER_VERSION
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gradient_buckets.BUCKET_BYTES = 5000  # a replicated model has several, each of one parameter or of a few
     # A run needs a meeting place of its own: in torchrun's, it would find the addresses that the run before it left.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for port, arguments in json.loads(sys.argv[1]):
@@ -29,6 +33,8 @@ if __name__ == "__main__":
         # A new run in the order of samples of earlier releases, which only resumed runs have otherwise.
         resume.ORDER_VERSION = 1 if ORDER_1 in arguments else NEWEST_ORDER
         arguments = [each for each in arguments if each != ORDER_1]
+        if any(each.startswith("float8=") for each in arguments):
+            emulate_float8(pytest.MonkeyPatch())
         config, layout = load_train_config(arguments), resolve_layout(os.environ)
         if config.evaluation.eval_only:
             evaluate_and_print(config, layout, StopRequests())

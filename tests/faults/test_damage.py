@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faults.forked_job import run_job
+from faulty_runs import FaultyRun, train, train_each
 from training_runs import events_of
 
-FLAGS = ["num_steps=9", "batch_size=2", "checkpoint_interval=2"]
+FLAGS = ["num_steps=9", "checkpoint_interval=2"]
 
 
 def shard(checkpoint: Path, rank: int) -> Path:
@@ -60,15 +60,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
     """What a run said that found its newest checkpoint damaged, for each damage; all in one job."""
     root = tmp_path_factory.mktemp("damage")
-    run_job([[*FLAGS, "run_steps=6", f"ckpt_save_path={root / 'run'}"]])
-    runs = []
-    for number, inflict in enumerate(DAMAGES.values()):
-        run = root / str(number)
+    train([*FLAGS, "run_steps=6", f"ckpt_save_path={root / 'run'}"])
+    runs = {name: root / name for name in DAMAGES}
+    for name, run in runs.items():
         shutil.copytree(root / "run", run)
-        inflict(run / "checkpoints" / "step_6_ckp")
-        runs.append([*FLAGS, "run_steps=1", f"ckpt_save_path={run}"])
-    output = run_job(runs)[0].output.split("--- [")[1:]
-    return {name: (root / str(number), output[number]) for number, name in enumerate(DAMAGES)}
+        DAMAGES[name](run / "checkpoints" / "step_6_ckp")
+    ended = train_each([([*FLAGS, "run_steps=1", f"ckpt_save_path={run}"], []) for run in runs.values()])
+    return {name: (run, first.output) for (name, run), (first, _) in zip(runs.items(), ended, strict=True)}
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -85,16 +83,17 @@ def test_the_damaged_file_is_named_and_the_newest_good_checkpoint_is_used(
 
 
 def test_files_that_no_rank_loads_wholly_are_compared_too(tmp_path: Path) -> None:
-    run_job([[*FLAGS, "run_steps=6", "sharding_strategy=ddp", f"ckpt_save_path={tmp_path / 'run'}"]])
+    train([*FLAGS, "run_steps=6", "sharding_strategy=ddp", f"ckpt_save_path={tmp_path / 'run'}"])
     changes = {"other_layout": ["sharding_strategy=fsdp"], "weights_alone": ["weights_only=true"]}
-    runs = []
+    runs: list[FaultyRun] = []
     for name, flags in changes.items():
         source = tmp_path / f"damaged_for_{name}"
         shutil.copytree(tmp_path / "run", source)
         flip_a_bit(shard(source / "checkpoints" / "step_6_ckp", 1))
-        runs.append([*FLAGS, "run_steps=1", *flags, f"ckpt_load_path={source}", f"ckpt_save_path={tmp_path / name}"])
-    output = run_job(runs)[0].output.split("--- [")[1:]
-    for name, said in zip(changes, output, strict=True):
+        flags += [f"ckpt_load_path={source}", f"ckpt_save_path={tmp_path / name}"]
+        runs.append(([*FLAGS, "run_steps=1", *flags], []))
+    for name, (first, _) in zip(changes, train_each(runs), strict=True):
+        said = first.output
         source = tmp_path / f"damaged_for_{name}" / "checkpoints"
         assert f"{source}/step_4_ckp" in said and str(shard(source / "step_6_ckp", 1)) in said
         assert said.count(": skipped") == 1

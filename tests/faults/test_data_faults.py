@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from faults.forked_job import run_job
+from faulty_runs import train
 from tiers import first_quick
 from training_runs import VOCABULARY, losses_of, metrics_of, write_dataset
 
 from pretraining.cli import main
 
-FLAGS = ["datasets=first", "sep_token=0", "logical_shards=2", "batch_size=2", "checkpoint_interval=2"]
+FLAGS = ["datasets=first", "sep_token=0", "logical_shards=2", "checkpoint_interval=2"]
 WHOLE_PASS = "num_steps=40"  # 4 samples a step: more than there are
 
 
@@ -71,8 +71,7 @@ def test_a_bad_token_file_is_named_with_row_and_sample(
     inflict: Callable[[Path], None], said: list[str], data: Path, tmp_path: Path
 ) -> None:
     inflict(data)
-    ended = run_job([[*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={tmp_path / 'run'}"]], check=False)
-    assert [process.status for process in ended] == [1, 1]
+    ended = train([*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={tmp_path / 'run'}"], status=1)
     assert any(all(text in process.output for text in said) for process in ended), ended
 
 
@@ -84,8 +83,7 @@ def test_a_negative_token_stops_training_inspect_and_verify(
         with pa.ipc.new_file(part(data, number), table.schema) as writer:
             writer.write_table(table)
     flags = [f"data_path={data}", "vocab_size=66000"]  # -100 as an unsigned number of 16 bits is 65,436
-    ended = run_job([[*FLAGS, WHOLE_PASS, *flags, f"ckpt_save_path={tmp_path / 'run'}"]], check=False)
-    assert [process.status for process in ended] == [1, 1]
+    ended = train([*FLAGS, WHOLE_PASS, *flags, f"ckpt_save_path={tmp_path / 'run'}"], status=1)
     said = re.compile(r"token \d+ of the document")  # a sample may begin inside a document
     assert any(said.search(process.output) and "sample " in process.output for process in ended), ended
     model = ["model_variant=tiny", "seq_length=32", "step=1", "tokens=true"]
@@ -97,12 +95,8 @@ def test_a_negative_token_stops_training_inspect_and_verify(
 
 
 def test_a_file_truncated_while_a_run_reads_it_is_named(data: Path, tmp_path: Path) -> None:
-    ended = run_job(
-        [[*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={tmp_path / 'run'}"]],
-        fault=("cut_after_step", 2, str(part(data, 1))),
-        check=False,
-    )
-    assert [process.status for process in ended] == [1, 1]
+    flags = [*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={tmp_path / 'run'}"]
+    ended = train(flags, (0, "cut_at_step", 3, str(part(data, 1))), status=1)
     assert any("part-1.arrow" in process.output and "sample " in process.output for process in ended)
 
 
@@ -110,32 +104,26 @@ def test_with_quarantine_the_run_continues_without_the_labels(data: Path, tmp_pa
     beyond_vocabulary(data)
     run = tmp_path / "run"
     flags = [*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={run}", "bad_documents=quarantine"]
-    ended = run_job([flags])
+    ended = train(flags)
     assert any("part-1.arrow, row 7" in process.output for process in ended)
     assert len(losses_of(run)) == 40
 
 
 def test_a_sample_that_one_rank_of_a_context_group_cannot_read_is_lost_for_the_group(tmp_path: Path) -> None:
     """Otherwise its other ranks would attend to zeros in place of the keys of this rank, and say nothing."""
-    flags = ["num_steps=6", "global_batch_size=4", "batch_size=2", "held_out_fraction=0.1", "eval_interval=3"]
-    flags += ["bad_documents=quarantine", "use_dummy_dataset=true"]
+    flags = ["num_steps=6", "global_batch_size=4", "held_out_fraction=0.1", "eval_interval=3"]
+    flags += ["bad_documents=quarantine"]
     cases = {"one rank": (2, [1]), "both ranks": (2, [0, 1]), "one process": (1, [0]), "all is read": (2, [])}
     losses = {}
     for name, (processes, ranks) in cases.items():
         run = tmp_path / name
         shared = [f"context_parallel_size={processes}", f"ckpt_save_path={run}"]
-        ended = run_job([[*flags, *shared]], processes, fault=("unreadable_samples", ranks))
+        faults = [(rank, "unreadable_samples") for rank in ranks]
+        ended = train([*flags, *shared], *faults, processes=processes)
         assert ["quarantined" in process.output for process in ended] == [rank in ranks for rank in range(processes)]
         losses[name] = [line.get("loss", line.get("evaluation_loss")) for line in metrics_of(run)]
     assert losses["one rank"] == losses["both ranks"] != losses["all is read"]
     assert losses["one rank"] == pytest.approx(losses["one process"], rel=2e-5)
-
-
-def test_a_rank_of_a_context_group_that_cannot_read_stops_the_run_and_is_named(tmp_path: Path) -> None:
-    flags = ["num_steps=40", "context_parallel_size=2", f"ckpt_save_path={tmp_path / 'run'}"]
-    ended = run_job([flags], fault=("unreadable_samples", [1]), check=False)
-    assert [process.status for process in ended] == [1, 1]
-    assert "rank 1: " in ended[1].output and "Input/output error" in ended[1].output
 
 
 def rewritten(root: Path) -> None:
@@ -165,12 +153,11 @@ def test_a_changed_dataset_is_refused_with_the_difference_and_resumes_when_resto
     run, kept = tmp_path / "run", tmp_path / "kept"
     shutil.copytree(data, kept)
     flags = [*FLAGS, "num_steps=8", f"data_path={data}", f"ckpt_save_path={run}"]
-    run_job([[*flags, "run_steps=4"]])
+    train([*flags, "run_steps=4"])
     CHANGES[change](data)
-    ended = run_job([flags], check=False)
-    assert [process.status for process in ended] == [1, 1]
+    ended = train(flags, status=1)
     assert "dataset 'first'" in ended[0].output and "part-" in ended[0].output
     shutil.rmtree(data)
     kept.rename(data)
-    run_job([flags])
+    train(flags)
     assert len(losses_of(run)) == 8

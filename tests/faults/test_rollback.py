@@ -5,32 +5,46 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import pytest
-from guarded_runs import start_without_launcher, train_with_faults
+from faulty_runs import ALL, Ended, batches_of, train, train_each
 from tiers import first_quick
-from training_runs import TINY, events_of, reports_of, write_two_datasets
+from training_runs import events_of, reports_of, write_two_datasets
 
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
 
 GLOBAL_BATCH = 4
 LEFT_OUT = range(7 * GLOBAL_BATCH, 10 * GLOBAL_BATCH)  # those of steps 8, 9 and 10
+GUARDS = ["max_skipped_steps=3", "spike_threshold=6", "spike_window=8", "max_rollbacks=2"]
+EXPLODES = (ALL, "learning_rate_explodes", 7)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("rollback")
+    """A folder of runs and of data to learn from."""
+    place = tmp_path_factory.mktemp("rollback")
+    write_two_datasets(place / "data")
+    (place / "notes").mkdir()
+    return place
+
+
+def flags_of(run: Path, interval: int, *more: str) -> list[str]:
+    data = [f"data_path={run.parent / 'data'}", "sep_token=0", "logical_shards=8"]
+    return [*data, *GUARDS, f"checkpoint_interval={interval}", f"ckpt_save_path={run}", *more]
 
 
 @pytest.fixture(scope="module")
-def endings(place: Path) -> list[dict[str, Any]]:
+def ended(place: Path) -> list[list[Ended]]:
     """A run that is mended by going back, and one that is not."""
-    data = write_two_datasets(place / "data")
-    guards = ["max_skipped_steps=3", "spike_threshold=6", "spike_window=8", "max_rollbacks=2"]
-    mended = ["num_steps=15", "checkpoint_interval=3", *guards, f"ckpt_save_path={place / 'mended'}"]
-    lost = ["num_steps=30", "checkpoint_interval=2", *guards, f"ckpt_save_path={place / 'lost'}"]
-    return train_with_faults(2, data, [("learning_rate_explodes", mended), ("loss_stays_nan", lost)])
+    return train_each(
+        [
+            (flags_of(place / "mended", 3, "num_steps=15"), [EXPLODES, (ALL, "note_batches", str(place / "notes"))]),
+            (flags_of(place / "lost", 2, "num_steps=30"), [(1, "spoil_objective", 3, 30, "times NaN")]),
+        ]
+    )
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
@@ -38,8 +52,15 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     return document
 
 
-def test_a_run_rolls_back_and_finishes_without_the_batches(place: Path, endings: list[dict[str, Any]]) -> None:
-    assert [ending for ending in endings if ending["fault"] == "learning_rate_explodes" and "error" in ending] == []
+def inspect(capsys: pytest.CaptureFixture[str], run: Path, step: int) -> list[dict[str, Any]]:
+    """The samples of a step, as `pretrain inspect` shows them."""
+    capsys.readouterr()
+    main(["inspect", f"ckpt_load_path={run}", f"step={step}", "json=true", "tokens=true"])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_run_rolls_back_and_finishes_without_the_batches(place: Path, ended: list[list[Ended]]) -> None:
+    assert [each.status for each in ended[0]] == [0, 0]
     reports = reports_of(place / "mended")
     assert [report["step"] for report in reports] == list(range(1, 16))
     assert not any(report["skipped_updates"] for report in reports)
@@ -51,7 +72,7 @@ def test_a_run_rolls_back_and_finishes_without_the_batches(place: Path, endings:
 
 
 def test_the_event_log_has_the_skipped_samples_and_the_target_of_the_rollback(
-    place: Path, endings: list[dict[str, Any]]
+    place: Path, ended: list[list[Ended]]
 ) -> None:
     events = events_of(place / "mended")
     kinds = [event["event"] for event in events if event["event"] not in ("checkpoint", "phase")]
@@ -67,62 +88,43 @@ def test_the_event_log_has_the_skipped_samples_and_the_target_of_the_rollback(
     assert saved == [3, 6, 9, 6, 9, 12, 15]  # that of the time before the rollback stays
 
 
-def test_a_rollback_is_no_start_with_a_record_of_its_environment(place: Path, endings: list[dict[str, Any]]) -> None:
+def test_a_rollback_is_no_start_and_changes_no_settings(place: Path, ended: list[list[Ended]]) -> None:
     (record,) = json.loads((place / "lost" / "logs" / "environment.json").read_text())
     assert (record["processes"], len(record["ranks"]), record["step"]) == (2, 2, 0)
-
-
-def test_the_settings_stay_those_of_the_start_so_that_the_same_command_finds_its_folder(
-    place: Path, endings: list[dict[str, Any]]
-) -> None:
-    assert load_config(place / "mended" / "config.yaml").data.skip_samples == ()
+    assert load_config(place / "mended" / "config.yaml").data.skip_samples == ()  # the same command finds its folder
 
 
 def test_inspect_shows_the_samples_of_every_step_after_a_rollback(
-    place: Path, endings: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    place: Path, ended: list[list[Ended]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained: dict[int, list[list[int]]] = {}
-    for rank in (0, 1):
-        lines = [json.loads(line) for line in (place / "mended" / f"trained_{rank}.jsonl").read_text().splitlines()]
-        for step, tokens in {line["step"]: line["tokens"] for line in lines}.items():  # what came last is what counts
-            trained.setdefault(step, []).extend(tokens)
+    trained = batches_of(place / "notes")  # of what came last
     assert sorted(trained) == list(range(1, 16))
-    for step, tokens in trained.items():
-        main(["inspect", f"ckpt_load_path={place / 'mended'}", f"step={step}", "json=true", "tokens=true"])
-        slots = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert [slot["ids"][:-1] for slot in slots] == tokens
+    for step, rows in trained.items():
+        slots = inspect(capsys, place / "mended", step)
+        assert [crc32(np.array(slot["ids"]).tobytes()) for slot in slots] == rows
         assert not any(slot["sample_id"] in LEFT_OUT for slot in slots)
 
 
 @pytest.mark.parametrize("killed", first_quick("before the next save", "before checkpoints were set aside"))
 def test_a_kill_after_a_rollback_forgets_no_skipped_samples(
-    killed: str, place: Path, endings: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    killed: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = place / killed.replace(" ", "_")
-    guards = ["max_skipped_steps=3", "spike_threshold=6", "spike_window=8", "max_rollbacks=2"]
-    flags = ["checkpoint_interval=3", *guards, f"ckpt_save_path={run}"]
-    ranks = start_without_launcher(2, place / "data", "killed_after_a_rollback", ["num_steps=15", *flags])
-    for process in ranks:
-        process.communicate(timeout=300)
-    assert [process.returncode for process in ranks] == [-9, -9]
+    run = place / killed
+    train(flags_of(run, 3, "num_steps=15"), EXPLODES, (ALL, "in_step", 8, "SIGKILL", 2), status=-9)
     if killed == "before checkpoints were set aside":  # the next start diverges again
         (given_up,) = (run / "checkpoints").glob("set_aside_*/step_9_ckp")
         given_up.rename(run / "checkpoints" / "step_9_ckp")
-    again = [*TINY, f"data_path={place / 'data'}", "sep_token=0", "logical_shards=8", "batch_size=2", *flags]
-    main(["train", *again, "num_steps=12"])
+    train(flags_of(run, 3, "num_steps=12"), processes=1)
     for step in (6, 9, 12):
         saved = manifest_of(run / "checkpoints" / f"step_{step}_ckp")
         assert saved["data"]["skipped"] == [[LEFT_OUT.start, LEFT_OUT.stop]]
-    capsys.readouterr()
-    main(["inspect", f"ckpt_load_path={run}", "step=8", "json=true"])
-    slots = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert sorted(slot["sample_id"] for slot in slots) == list(range(LEFT_OUT.stop, LEFT_OUT.stop + GLOBAL_BATCH))
+    samples = sorted(slot["sample_id"] for slot in inspect(capsys, run, 8))
+    assert samples == list(range(LEFT_OUT.stop, LEFT_OUT.stop + GLOBAL_BATCH))
 
 
-def test_a_run_that_rollbacks_do_not_help_stops(place: Path, endings: list[dict[str, Any]]) -> None:
-    errors = {ending["error"] for ending in endings if ending["fault"] == "loss_stays_nan"}
-    (error,) = errors
-    assert "step 5" in error and "--max_rollbacks" in error
+def test_a_run_that_rollbacks_do_not_help_stops(place: Path, ended: list[list[Ended]]) -> None:
+    assert [each.status for each in ended[1]] == [1, 1]
+    assert "error: step 5" in ended[1][0].stderr and "--max_rollbacks" in ended[1][0].stderr
     kept = {path.name for path in (place / "lost" / "checkpoints").glob("step_*")}
     assert kept == {"step_2_ckp", "step_4_ckp"}
 
@@ -132,18 +134,14 @@ def test_a_rollback_to_the_border_of_two_phases_uses_no_skipped_sample_and_other
 ) -> None:
     """6 steps of weights 1:1 with 4 sequences, a resume with 3:1 and 8; steps 7 and 8 diverge."""
     run = place / "border"
-    common = ["datasets=first,second", "checkpoint_interval=2", f"ckpt_save_path={run}", "seq_length=16"]
-    before = [*common, "weights=1,1", "global_batch_size=4", "num_steps=6"]
-    after = [*common, "weights=3,1", "global_batch_size=8", "num_steps=8", "max_skipped_steps=2", "max_rollbacks=1"]
-    train_with_faults(2, place / "data", [("no_fault", before), ("loss_is_nan_at_first", after)])
+    before = ["datasets=first,second", "seq_length=16", "weights=1,1", "global_batch_size=4", "num_steps=6"]
+    after = [*before[:2], "weights=3,1", "global_batch_size=8", "num_steps=8", "max_skipped_steps=2", "max_rollbacks=1"]
+    lost = (ALL, "spoil_objective", 7, 8, "times NaN", 1)
+    train_each([(flags_of(run, 2, *before), []), (flags_of(run, 2, *after, "spike_threshold=none"), [lost])])
     data = manifest_of(run / "checkpoints" / "step_8_ckp")["data"]
     assert data["skipped"] == [[24, 40]] and data["next_sample"] == 56
     # The new phase begins where it began before the rollback: 12 of each, then 3:1 for skipped and used samples.
     assert data["phases"][1]["first_sample"] == 24 and data["phases"][1]["base_counts"] == {"first": 12, "second": 12}
     assert data["counts"] == {"first": 12 + 24, "second": 12 + 8}
-    capsys.readouterr()
-    samples = []
-    for step in range(1, 9):
-        main(["inspect", f"ckpt_load_path={run}", f"step={step}", "json=true"])
-        samples += [json.loads(line)["sample_id"] for line in capsys.readouterr().out.splitlines()]
+    samples = [slot["sample_id"] for step in range(1, 9) for slot in inspect(capsys, run, step)]
     assert sorted(samples) == [*range(24), *range(40, 56)]

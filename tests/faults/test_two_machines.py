@@ -5,7 +5,6 @@ gloo on CPUs; NCCL chooses interfaces by itself and is not tested here.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, free_ports
 from network_nodes import Nodes, reason_to_skip
-from training_runs import TINY, losses_of, status_of
+from training_runs import TINY, losses_of
 
 PROGRAM = ROOT / "main_training.py"
 ENDLESS = ["num_steps=1000000", "report_interval=5"]
@@ -90,50 +89,3 @@ def test_a_cut_link_is_a_hang_that_stops_every_machine(nodes: Nodes, tmp_path: P
     assert [process.returncode for process in processes] == [HUNG, HUNG], said
     assert f"rank 1 on {nodes.names[1]} sends no heartbeats any more" in said[0]
     assert "beside rank 0, does not" in said[1]
-
-
-@pytest.mark.slow
-def test_a_job_continues_without_a_machine_and_again_with_it(nodes: Nodes, tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-
-    def join(node: int) -> subprocess.Popen[str]:
-        soon = "keep_alive_interval=1,keep_alive_max_attempt=10,last_call_timeout=10"
-        elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=job"]
-        meeting = [f"--rdzv-endpoint={nodes.names[0]}:{port}", f"--rdzv-conf=is_host={1 - node},{soon}"]
-        flags = [*TINY, "use_dummy_dataset=true", "checkpoint_interval=2", "global_batch_size=4", *ENDLESS[:1]]
-        launch: list[str | Path] = [
-            sys.executable,
-            ROOT / "scripts" / "torchrun.py",
-            *elastic,
-            *meeting,
-            PROGRAM,
-            *flags,
-        ]
-        return nodes.start(node, [*launch, f"ckpt_save_path={tmp_path}"], {})
-
-    first, second = join(0), join(1)
-    assert first.stdout is not None
-    wait_for_processes(first, 2)
-    nodes.kill(1)
-    second.communicate(timeout=PATIENCE_SECONDS)
-    wait_for_processes(first, 1)
-    back = join(1)
-    wait_for_processes(first, 2)
-    first.terminate()
-    _, errors = first.communicate(timeout=PATIENCE_SECONDS)
-    back.communicate(timeout=PATIENCE_SECONDS)
-    status = status_of(tmp_path)
-    assert (first.returncode, status["status"]) == (75, "preempted"), errors
-    assert status["starts"] >= 3 and status["started_at_step"] > 0
-
-
-def wait_for_processes(launcher: subprocess.Popen[str], count: int) -> None:
-    """Waits until a start of so many processes has trained."""
-    assert launcher.stdout is not None
-    is_right = False
-    for line in launcher.stdout:
-        if (header := re.search(r" over (\d+) x cpu", line)) is not None:
-            is_right = int(header[1]) == count
-        if is_right and line.startswith("step "):
-            return
-    pytest.fail(f"the job has ended: {launcher.communicate()}")

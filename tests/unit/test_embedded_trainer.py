@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment
 from tiers import first_quick
-from trainers import SETTINGS, WithHits, trainer
-from training_runs import losses_of
+from trainers import WithHits, trainer
+from training_runs import losses_of, status_of
 
 from pretraining import Trainer
 from pretraining.data.batch import ModelInputs
@@ -99,9 +96,7 @@ def test_a_run_leaves_the_switches_of_torch_and_the_environment_as_they_were(tmp
 
 
 @pytest.mark.parametrize("number", first_quick(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
-def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_saves_the_running_step_and_the_next_run_resumes(tmp_path: Path, number: signal.Signals) -> None:
     few = {"num_steps": 6, "held_out_fraction": 0.0}
     trainer(Trainer, tmp_path / "whole", **few).train()
     stopped = trainer(Calling, tmp_path / "stopped", **few)
@@ -116,15 +111,15 @@ def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
     assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
 
 
-def test_an_interrupt_in_the_last_step_ends_what_comes_after_the_run(tmp_path: Path) -> None:
+def test_an_interrupt_in_the_last_step_stops_the_code_after_the_run(tmp_path: Path) -> None:
     stopped = trainer(Calling, tmp_path, held_out_fraction=0.0, num_steps=1)
     stopped.call = lambda step: signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
-    assert json.loads((tmp_path / "run_status.json").read_text())["status"] == "finished"
+    assert status_of(tmp_path)["status"] == "finished"
 
 
-def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
+def test_a_run_that_is_asked_to_stop_before_its_first_step_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(plan: object, requests: StopRequests, *_: object) -> None:
@@ -158,7 +153,7 @@ def test_a_second_trainer_at_the_same_time_is_refused_and_one_after_the_other_is
     assert results[0].status == "finished"
 
 
-def test_what_the_file_system_says_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_file_system_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(filename: str | None) -> None:
         raise OSError(28, "No space left on device", filename)
 
@@ -171,43 +166,13 @@ def test_what_the_file_system_says_names_the_path(tmp_path: Path, monkeypatch: p
         trainer(Trainer, tmp_path).train()
 
 
-NOTEBOOK = """
-import json, signal, sys, torch
-from pretraining import Trainer
-
-class Failing(Trainer):
-    def extra_metrics(self, outputs, batch):
+def test_after_a_run_that_fails_the_same_process_trains_the_next_one(tmp_path: Path) -> None:
+    def fail(step: int) -> None:
         raise ValueError("of mine")
 
-class Interrupted(Trainer):
-    def extra_metrics(self, outputs, batch):
-        signal.raise_signal(signal.SIGINT)
-        return {}
-
-results = []
-for number, kind in enumerate((Trainer, Failing, Interrupted, Trainer)):
-    try:
-        settings = {**json.loads(sys.argv[1]), "ckpt_save_path": f"{sys.argv[2]}/{number}"}
-        results.append(kind.from_recipe(**settings, deterministic=number == 0).train().status)
-    except (ValueError, KeyboardInterrupt) as error:
-        results.append(type(error).__name__)
-print(json.dumps(results))
-"""
-
-
-@pytest.mark.thorough
-def test_a_process_goes_on_after_runs_that_fail_and_ends_as_always(tmp_path: Path) -> None:
-    """As in a notebook: no terminal, torch imported before. Python's shutdown must not wait for anything."""
-    done = subprocess.run(
-        [sys.executable, "-c", NOTEBOOK, json.dumps(SETTINGS), str(tmp_path)],
-        env=plain_environment(),
-        cwd=ROOT,
-        preexec_fn=heed_interrupts,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert json.loads(lines[-1]) == ["finished", "ValueError", "KeyboardInterrupt", "finished"]
-    assert any(line.startswith("step 4/4  loss") for line in lines)
+    failing = trainer(Calling, tmp_path / "failing", deterministic=True)
+    failing.call = fail
+    with pytest.raises(ValueError, match="of mine"):
+        failing.train()
+    assert status_of(tmp_path / "failing")["reason"] == "ValueError: of mine"
+    assert trainer(Trainer, tmp_path / "next", num_steps=1).train().status == "finished"

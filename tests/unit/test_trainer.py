@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,19 +20,14 @@ from pretraining.observability.metrics import Outputs
 from pretraining.progress import Duration
 
 
-def test_a_run_is_that_of_the_command_line_and_its_result_says_what_came_of_it(
+def test_a_run_equals_that_of_the_command_and_its_result_has_losses_and_paths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = trainer(Trainer, tmp_path / "python", eval_interval=2).train()
     out = capsys.readouterr().out
     assert "step 4/4  loss" in out and "Finished 4 steps" in out
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signal, "signal", lambda *_: None)  # a command records signals until its process exits
-        patch.setattr("pretraining.cli.ignore_output_errors", lambda: None)
-        flags = [f"{name}={value}" for name, value in SETTINGS.items()]
-        main(["train", *flags, "eval_interval=2", f"ckpt_save_path={tmp_path / 'command'}"])
-    logging.getLogger("pretraining").handlers.clear()
-    logging.getLogger("pretraining").setLevel(logging.NOTSET)
+    flags = [f"{name}={value}" for name, value in SETTINGS.items()]
+    main(["train", *flags, "eval_interval=2", f"ckpt_save_path={tmp_path / 'command'}"])
     assert metrics_of(tmp_path / "python") == metrics_of(tmp_path / "command")
     assert not [name for line in metrics_of(tmp_path / "python") for name in line if "custom" in name]
     *_, evaluation = metrics_of(tmp_path / "python")
@@ -45,6 +38,8 @@ def test_a_run_is_that_of_the_command_line_and_its_result_says_what_came_of_it(
     assert result.run_path == tmp_path / "python" and "custom" not in repr(result)
     assert result.checkpoint == tmp_path / "python" / "checkpoints" / "step_4_ckp"
     assert result.metrics_file.read_text().count("\n") == 6
+    again = trainer(Trainer, tmp_path / "python", eval_interval=2).train()
+    assert (again.step, again.loss, again.metrics) == (4, result.loss, {})
 
 
 def test_metrics_of_a_subclass_are_in_reports_and_evaluations_by_set(tmp_path: Path) -> None:
@@ -90,32 +85,12 @@ def test_hidden_states_come_from_compiled_and_checkpointed_blocks_too(tmp_path: 
     assert lever["custom/norm"] == pytest.approx(plain["custom/norm"], rel=1e-5)
 
 
-def test_runs_follow_each_other_and_the_same_one_goes_on(tmp_path: Path) -> None:
-    whole = trainer(WithHits, tmp_path / "whole", num_steps=6).train()
-    first = trainer(WithHits, tmp_path / "parts", num_steps=6, run_steps=2).train()
-    assert (first.status, first.step, first.total_steps) == ("finished", 2, 6)
-    second = trainer(WithHits, tmp_path / "parts", num_steps=6).train()
-    assert second.step == 6 and losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
-    assert second.metrics["custom/hits"] == whole.metrics["custom/hits"]
-    again = trainer(WithHits, tmp_path / "parts", num_steps=6).train()
-    assert (again.step, again.loss, again.metrics) == (6, second.loss, {})
-
-
 def test_settings_come_from_recipes_and_on_top_from_python(tmp_path: Path) -> None:
     (tmp_path / "first.yaml").write_text("num_steps: 7\nlearning_rate: 1e-3\nhidden_size: 64\n")
     (tmp_path / "second.yaml").write_text("num_steps: 8\n")
-    made = Trainer.from_recipe(
-        tmp_path / "first.yaml",
-        str(tmp_path / "second.yaml"),
-        hidden_size=128,
-        run_steps=None,
-        mixed_precision=False,
-        datasets=["web", "code"],
-        weights=(3, 1),
-        num_key_value_heads="4",
-        data_path=tmp_path,
-    )
-    config = made.config
+    given: dict[str, Any] = {"run_steps": None, "mixed_precision": False, "weights": (3, 1), "data_path": tmp_path}
+    given |= {"hidden_size": 128, "datasets": ["web", "code"], "num_key_value_heads": "4"}
+    config = Trainer.from_recipe(tmp_path / "first.yaml", str(tmp_path / "second.yaml"), **given).config
     assert (str(config.run.num_steps), config.model.hidden_size, config.optimizer.learning_rate) == ("8", 128, 1e-3)
     assert config.parallel.mixed_precision is False and config.run.run_steps is None
     assert (config.data.datasets, config.data.weights) == (("web", "code"), (3.0, 1.0))
@@ -154,7 +129,7 @@ def test_paths_and_lengths_may_be_given_as_recipes_have_them(tmp_path: Path, mon
             _ = mine.evaluate(wrong) if isinstance(wrong, str) else Trainer(wrong)
 
 
-def test_a_model_goes_on_with_token_ids_and_is_saved_for_others(tmp_path: Path) -> None:
+def test_a_model_continues_token_ids_and_is_saved_for_others(tmp_path: Path) -> None:
     made = trainer(Trainer, tmp_path / "run", tie_word_embeddings=True)
     for early in (made.evaluate, lambda: made.generate([1]), lambda: made.save(tmp_path / "early")):
         with pytest.raises(CheckpointError) as refused:

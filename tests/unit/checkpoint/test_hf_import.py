@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,8 @@ def sharded(folder: Path, tensors: dict[str, torch.Tensor] | None = None, shape:
     places = {name: f"model-{number % 3 + 1:05d}-of-00003.safetensors" for number, name in enumerate(tensors)}
     for file in set(places.values()):
         save_file({name: tensors[name] for name in tensors if places[name] == file}, folder / file)
-    set_index(folder, places)
-    return folder
-
-
-def set_index(folder: Path, places: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -78,47 +75,95 @@ def test_weights_are_read_in_any_layout_and_type(tmp_path: Path, shape: LlamaSha
     assert shape_of(manifest) == shape and manifest.step == 0 and not manifest.data
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        *("{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}'),
-        *(json.dumps({"weight_map": {UP: place}}) for place in ("../secret.safetensors", "/etc/secret.safetensors")),
-        *(json.dumps({"weight_map": {UP: place}}) for place in ("sub/part.safetensors", "..", "", "model.bin", 7)),
-    ],
-)
-def test_an_index_that_leaves_the_folder_or_maps_nothing_is_refused(tmp_path: Path, index: str) -> None:
-    folder = sharded(tmp_path / "m")
-    save_file(weights(), tmp_path / "secret.safetensors")
+Change = Callable[[Path], object]
+
+
+def put(name: str, content: str | bytes) -> Change:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def link_to_itself(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    (folder / name).symlink_to(name)
+
+
+def set_config(folder: Path, **values: object) -> None:
+    """Change entries of config.json; None removes one."""
+    document = {**json.loads((folder / "config.json").read_text()), **values}
+    document = {name: value for name, value in document.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(document))
+
+
+def set_tensor(name: str, to: torch.Tensor | None, shape: LlamaShape = PLAIN) -> Change:
+    tensors = {key: tensor for key, tensor in {**weights(shape), name: to}.items() if tensor is not None}
+    return lambda folder: single(folder, tensors, shape)
+
+
+def store_twice(folder: Path) -> None:
+    """Store a tensor of the first file in the second one, too."""
+    tensors = {
+        name: value for file in sorted(folder.glob("*.safetensors"))[:2] for name, value in load_file(file).items()
+    }
+    save_file(tensors, folder / SECOND)
+
+
+def store_inner_model(folder: Path) -> None:
+    single(folder, {name.removeprefix("model."): value for name, value in weights(TIED).items()}, TIED)
+
+
+def store_unread_type(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"U32"', 1))
+
+
+def store_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(weights(), folder / "pytorch_model-00001-of-00002.bin")
+
+
+INDEX, SECOND = "model.safetensors.index.json", "model-00002-of-00003.safetensors"
+OUTSIDE = ["../secret.safetensors", "/etc/secret.safetensors", "sub/part.safetensors", "..", "", "model.bin", 7]
+INDICES = ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}']
+INDICES += [json.dumps({"weight_map": {UP: place}}) for place in OUTSIDE]
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+ROPES = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
+TIED_HEAD = (TIED.vocab_size, TIED.hidden_size)
+Row = tuple[Callable[[Path], Path], Change, str, str | None]
+REFUSED: list[Row] = [
+    *((sharded, put(INDEX, index), "", INDEX) for index in INDICES),
+    *((sharded, put(name, POINTER), "git lfs pull", name) for name in ("config.json", INDEX, SECOND)),
+    *((sharded, put(name, b"\xff" * 100), "", name) for name in ("config.json", SECOND)),
+    *((sharded, partial(link_to_itself, name=name), "", name) for name in ("config.json", SECOND)),
+    (sharded, lambda folder: (folder / "config.json").unlink(), "is missing", "config.json"),
+    (sharded, lambda folder: (folder / SECOND).unlink(), "", SECOND),
+    (sharded, store_twice, EMBEDDING, None),
+    (single, lambda folder: (folder / "model.safetensors").unlink(), "fetch", ""),
+    (single, store_pickle, "pytorch_model-00001-of-00002.bin cannot be read.*save_pretrained", ""),
+    (single, store_unread_type, "is of type U32, which is not read", None),
+    (single, set_tensor("model.norm.weight", None), "model.norm.weight", None),
+    (single, set_tensor("model.norm.weight", torch.zeros(4)), "model.norm.weight", None),
+    (single, set_tensor("model.norm.weight", torch.zeros(16, dtype=torch.int8)), "model.norm.weight", None),
+    (single, set_tensor("model.layers.0.self_attn.q_proj.bias", torch.zeros(16)), "q_proj.bias", None),
+    (single, set_tensor(HEAD, torch.zeros(3), TIED), "tie_word_embeddings to false", ""),
+    (single, set_tensor(HEAD, torch.ones(TIED_HEAD), TIED), "tie_word_embeddings to false", ""),
+    (single, store_inner_model, "inner model alone", ""),
+    (single, partial(set_config, architectures=["LlamaModel"]), "inner model alone", "config.json"),
+    (single, partial(set_config, rope_parameters=ROPES), "differs between layers", "config.json"),
+    (single, put("adapter_config.json", "{}"), "adapter of PEFT.*merge_and_unload", ""),
+]
+
+
+@pytest.mark.parametrize("row", range(len(REFUSED)))
+def test_what_cannot_be_read_is_refused_with_the_file_and_the_reason(tmp_path: Path, row: int) -> None:
+    layout, change, words, name = REFUSED[row]
+    folder = layout(tmp_path / "m")
     (folder / "sub").mkdir()
-    for name in ("sub/part.safetensors", "model.bin"):
-        shutil.copy(tmp_path / "secret.safetensors", folder / name)
-    (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError) as refused:
+    for place in (tmp_path / "secret.safetensors", folder / "sub" / "part.safetensors", folder / "model.bin"):
+        save_file(weights(), place)
+    change(folder)
+    with torch.device("meta"), pytest.raises(CheckpointError, match=words or None) as refused:
         open_folder(folder)
-    assert refused.value.path == folder / "model.safetensors.index.json"
-
-
-def remove(file: Path) -> None:
-    file.unlink()
-
-
-def link_to_itself(file: Path) -> None:
-    file.unlink()
-    file.symlink_to(file.name)
-
-
-def overwrite(file: Path) -> None:
-    file.write_bytes(b"\xff" * 100)
-
-
-@pytest.mark.parametrize("change", [remove, link_to_itself, overwrite])
-def test_a_file_that_is_gone_or_damaged_is_named(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    folder = sharded(tmp_path / "m")
-    for file in (max(folder.glob("*.safetensors")), folder / "config.json"):
-        change(file)
-        with pytest.raises(CheckpointError) as refused:
-            open_folder(folder)
-        assert refused.value.path == file
+    assert name is None or refused.value.path == folder / name
 
 
 def test_a_link_out_of_the_folder_is_refused_but_hugging_faces_own_cache_is_read(tmp_path: Path) -> None:
@@ -143,54 +188,17 @@ def test_a_link_out_of_the_folder_is_refused_but_hugging_faces_own_cache_is_read
         open_folder(snapshot)
 
 
-def changed(name: str, to: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return the weights with another tensor of this name, or without the tensor."""
-    return {key: tensor for key, tensor in {**weights(), name: to}.items() if tensor is not None}
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
-        ("model.norm.weight", None),
-        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(16)),
-        ("model.norm.weight", torch.zeros(4)),
-        ("model.norm.weight", torch.zeros(16, dtype=torch.int8)),
-    ],
-)
-def test_tensors_that_do_not_make_this_llama_are_named(tmp_path: Path, name: str, tensor: torch.Tensor | None) -> None:
-    with pytest.raises(CheckpointError, match=name):
-        open_folder(single(tmp_path / "m", changed(name, tensor)))
-
-
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "m")
-    second = folder / "model-00002-of-00003.safetensors"
-    first = load_file(folder / "model-00001-of-00003.safetensors")
-    name = next(iter(first))
-    save_file({**load_file(second), name: first[name]}, second)
-    with pytest.raises(CheckpointError, match=name):
-        open_folder(folder)
-
-
 def test_tensors_that_a_llama_does_not_read_are_ignored(tmp_path: Path) -> None:
     """Older conversions hold the rotary frequencies, and a head that is the embedding."""
-    frequencies = changed("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))
-    assert open_folder(single(tmp_path / "m", frequencies))[0] == PLAIN
-    tied = weights(TIED)
-    assert open_folder(single(tmp_path / "tied", {**tied, HEAD: tied[EMBEDDING].clone()}, TIED))[0] == TIED
+    set_tensor("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))(tmp_path / "m")
+    set_tensor(HEAD, weights(TIED)[EMBEDDING].clone(), TIED)(tmp_path / "tied")
+    assert open_folder(tmp_path / "m")[0] == PLAIN and open_folder(tmp_path / "tied")[0] == TIED
     assert faults_of(tmp_path / "m") == faults_of(tmp_path / "tied") == []
     export(ExportConfig(str(tmp_path / "m"), str(tmp_path / "hf"), dtype="float32"))
     export(ExportConfig(str(tmp_path / "tied"), str(tmp_path / "full"), format="full"))
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(exported[name], value) for name, value in weights().items())
     assert faults_of(tmp_path / "full") == []
-
-
-@pytest.mark.parametrize("head", [torch.zeros(3), torch.ones(SHAPES["tied"].vocab_size, SHAPES["tied"].hidden_size)])
-def test_a_stored_head_that_differs_from_its_tied_embedding_is_refused(tmp_path: Path, head: torch.Tensor) -> None:
-    folder = single(tmp_path / "m", {**weights(TIED), HEAD: head}, TIED)
-    with torch.device("meta"), pytest.raises(CheckpointError, match="tie_word_embeddings to false"):
-        open_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -222,40 +230,6 @@ def test_files_of_weights_that_are_not_read_are_named_once(tmp_path: Path, caplo
     assert not caplog.messages
 
 
-def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
-    folder = single(tmp_path / "m")
-    (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"adapter of PEFT.*merge_and_unload"):
-        open_folder(folder)
-
-
-def test_an_inner_model_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
-    inner = {name.removeprefix("model."): value for name, value in weights(TIED).items()}
-    folder = single(tmp_path / "m", inner, TIED)
-    with pytest.raises(CheckpointError, match="inner model alone"):
-        open_folder(folder)
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**document, "architectures": ["LlamaModel"]}))
-    with pytest.raises(CheckpointError, match="inner model alone"):
-        open_folder(folder)
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-00002-of-00003.safetensors"])
-def test_a_git_lfs_pointer_in_a_folder_is_named_as_one(tmp_path: Path, name: str) -> None:
-    folder = sharded(tmp_path / "m")
-    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
-    with pytest.raises(CheckpointError, match="git lfs pull") as refused:
-        open_folder(folder)
-    assert refused.value.path == folder / name
-
-
-def test_a_tensor_of_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
-    path = single(tmp_path / "m") / "model.safetensors"
-    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"U32"', 1))
-    with pytest.raises(CheckpointError, match="is of type U32, which is not read"):
-        open_folder(tmp_path / "m")
-
-
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -279,9 +253,7 @@ AS_OTHERS_WRITE: dict[str, dict[str, Any]] = {
 def test_folders_of_others_give_the_logits_of_transformers(tmp_path: Path, case: str) -> None:
     transformers = pytest.importorskip("transformers")
     folder = single(tmp_path / "m", {name: value / 4 for name, value in weights().items()})
-    document = {**json.loads((folder / "config.json").read_text()), **AS_OTHERS_WRITE[case]}
-    written = {name: value for name, value in document.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(written))
+    set_config(folder, **AS_OTHERS_WRITE[case])
     tokens = torch.arange(60).reshape(2, 30) % PLAIN.vocab_size
     shape, stored = open_folder(folder)
     model = Llama(shape).eval()
@@ -291,29 +263,7 @@ def test_folders_of_others_give_the_logits_of_transformers(tmp_path: Path, case:
         torch.testing.assert_close(model(tokens), theirs, atol=1e-5, rtol=0)
 
 
-def test_a_rope_per_kind_of_layer_is_refused(tmp_path: Path) -> None:
-    folder = single(tmp_path / "m")
-    document = json.loads((folder / "config.json").read_text())
-    changed_rope = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
-    (folder / "config.json").write_text(json.dumps({**document, "rope_parameters": changed_rope}))
-    with pytest.raises(CheckpointError, match="differs between layers"):
-        open_folder(folder)
-
-
-def test_pickles_are_refused_and_so_is_a_folder_without_weights(tmp_path: Path) -> None:
-    folder = single(tmp_path / "m")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError) as refused:
-        open_folder(folder)
-    assert refused.value.path == folder
-    torch.save(weights(), folder / "pytorch_model-00001-of-00002.bin")
-    with pytest.raises(CheckpointError):
-        open_folder(folder)
-
-
-def test_weights_of_the_hub_are_fetched_by_name_and_a_name_without_any_names_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_fetched_from_the_hub_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(name: str, allow_patterns: list[str]) -> str:
         if name != "someone/llama":
             raise OSError("not found")

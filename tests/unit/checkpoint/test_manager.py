@@ -4,7 +4,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,13 +19,14 @@ from helpers import PATIENCE_SECONDS
 from unit.checkpoint.examples import load, manifest_of, tensors
 
 from pretraining.checkpoint import saver as saver_module
+from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.checkpoint.manifest import Manifest, Stateful
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.checkpoint.saver import Saver, Staging
 from pretraining.checkpoint.start_point import CheckpointRef
-from pretraining.checkpoint.writer import plan_save
+from pretraining.checkpoint.writer import SavePlan, WriteItem, plan_save
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError
 from pretraining.observability.events import Events
@@ -120,44 +121,17 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Run]:
     return partial(Run, tmp_path, asynchronous=request.param)
 
 
-def test_saves_come_on_the_interval_and_at_the_end_once(make: Callable[..., Run]) -> None:
-    run = make()
-    with run.training():
-        run.steps(5)
-    assert run.names == ["2", "4", "5"] and run.manager.newest == run.folder / CHECKPOINTS / "step_5_ckp"
-    with make().training():
-        pass  # no step
-    assert len(run.names) == 3
-
-
-def test_a_checkpoint_holds_the_values_at_the_time_of_its_save(make: Callable[..., Run]) -> None:
+def test_saves_come_on_the_interval_and_at_the_end_with_the_values_of_their_time(make: Callable[..., Run]) -> None:
     run = make(saving(every(3)))
     with run.training():
         run.steps(8)
+    with make().training():
+        pass  # no step
+    assert run.names == ["3", "6", "8"] and run.manager.newest == run.folder / CHECKPOINTS / "step_8_ckp"
     for step in (3, 6, 8):
         restored = tensors(0.0)
         load(run.folder / CHECKPOINTS / f"step_{step}_ckp", restored)
         assert all(torch.equal(restored[name], value) for name, value in tensors(float(step)).items())
-
-
-def stopped_at_2(folder: Path, settings: CheckpointConfig) -> Run:
-    """Return a run that a signal has stopped."""
-    run = Run(folder, settings)
-    with run.training():
-        run.step()
-        run.state.request_stop(15)
-        run.step()
-    return run
-
-
-def test_a_checkpoint_that_was_asked_for_by_its_step_stays_where_a_signal_comes_at_that_step(tmp_path: Path) -> None:
-    first = stopped_at_2(tmp_path, saving(NEVER, checkpoint_steps=(2,)))
-    assert first.manifest("step_2_ckp").kind == "interval"
-    second = Run(tmp_path, saving(NEVER, checkpoint_steps=(2,)), restored=first.manifest("step_2_ckp"))
-    second.state.progress = first.state.progress
-    with second.training():
-        second.steps(1)
-    assert second.names == ["2", "3"]
 
 
 def test_kinds_say_why(make: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
@@ -187,11 +161,17 @@ def test_the_best_loss_continues_after_a_resume(tmp_path: Path) -> None:
     assert second.manifest("step_5_ckp").evaluation_loss == 1.7
 
 
-@pytest.mark.parametrize("save_best", [True, False])
-def test_a_pending_evaluation_keeps_the_kind_of_an_interval_checkpoint(tmp_path: Path, save_best: bool) -> None:
-    settings = saving(every(2), save_best=save_best)
-    first = stopped_at_2(tmp_path, settings)
+@pytest.mark.parametrize(
+    "settings", [saving(every(2)), saving(every(2), save_best=False), saving(NEVER, checkpoint_steps=(2, 4))]
+)
+def test_a_signal_or_a_pending_evaluation_changes_no_kind(tmp_path: Path, settings: CheckpointConfig) -> None:
+    first = Run(tmp_path, settings)
+    with first.training():
+        first.step()
+        first.state.request_stop(15)
+        first.step()
     path = tmp_path / CHECKPOINTS / "step_2_ckp"
+    assert read_document(path).kind == "interval"
     second = Run(tmp_path, settings, own=CheckpointRef(path, read_document(path)))
     second.state.progress = second.state.before = first.state.progress
     with second.training():
@@ -252,7 +232,7 @@ class Counter:
         self.count = int(state["count"])
 
 
-def test_the_memory_of_collaborators_comes_back_and_missing_or_unknown_ones_are_no_error(tmp_path: Path) -> None:
+def test_states_of_components_are_restored_and_missing_or_unknown_ones_are_no_error(tmp_path: Path) -> None:
     counter = Counter()
     run = Run(tmp_path, states={"counter": counter})
     with run.training():
@@ -294,9 +274,7 @@ def step_until(run: Run, condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came")
 
 
-def test_a_failure_in_the_background_surfaces_at_a_later_step_and_removes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_in_the_background_is_raised_at_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, saving(every(1), keep_last=1), asynchronous=True)
     run.step()
     run.saver.wait()
@@ -333,7 +311,7 @@ def test_a_state_of_another_form_is_one_error_that_names_its_part(tmp_path: Path
     assert "counter" in str(refused.value) and refused.value.path == tmp_path
 
 
-def test_weights_that_are_not_finite_are_saved_at_no_end(tmp_path: Path) -> None:
+def test_the_last_step_is_not_saved_with_weights_that_are_not_finite(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(CheckpointError) as refused, run.training():
         run.state.stop_step = 1
@@ -359,12 +337,99 @@ def test_training_continues_during_a_save_and_the_next_save_waits(
     assert run.names == ["10", "20"] and gate.saves == 2
 
 
-def test_saves_in_the_background_wait_as_long_for_each_other_as_all_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_in_the_background_have_the_timeout_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[timedelta] = []
     monkeypatch.setattr(dist, "new_group", lambda backend, timeout: asked.append(timeout))
     settings = saving(NEVER, ckpt_save_path=str(tmp_path), async_save=True)
     parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
     Saver(settings, parameters, torch.optim.SGD(parameters.values()), timeout=timedelta(seconds=7))
     assert asked == [timedelta(seconds=7)]
+
+
+def share_of(*tensors: torch.Tensor) -> SavePlan:
+    pieces = [
+        WriteItem(str(number), Chunk((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
+        for number, tensor in enumerate(tensors)
+    ]
+    return SavePlan({"1": pieces[::2], "2": pieces[1::2]}, 0)
+
+
+def test_a_copy_is_unchanged_until_the_next_copy_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "SLAB_BYTES", 256)
+    tensors = [
+        torch.randn(3, 5),
+        torch.randn(1000),  # larger than a slab
+        torch.tensor(3.0),
+        torch.randn(4, 6).T,
+        torch.arange(9, dtype=torch.uint8),
+        torch.randn(2, 7).bfloat16(),
+    ]
+    before = [tensor.clone() for tensor in tensors]
+    staging = Staging(torch.device("cpu"))
+    copied = staging.copy(share_of(*tensors))
+    for tensor in tensors:
+        tensor.zero_()
+    staging.hold_update()
+    staging.wait()
+    pieces = {int(piece.name): piece.values for file in copied.files.values() for piece in file}
+    assert copied.files.keys() == {"1", "2"}
+    for number, tensor in enumerate(before):
+        assert torch.equal(pieces[number], tensor) and pieces[number].data_ptr() % pieces[number].element_size() == 0
+    staging.copy(share_of(*tensors))
+    assert not any(values.any() for values in pieces.values())
+
+
+def test_the_copies_take_little_more_memory_than_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "SLAB_BYTES", 2**16)
+    tensors = [torch.empty(size) for size in (1, 12_000, 10_000, 37, *[1000] * 40)]
+    buffers = Staging(torch.device("cpu")).copy(share_of(*tensors)).files
+    slabs = {
+        piece.values.untyped_storage().data_ptr(): piece.values.untyped_storage().nbytes()
+        for file in buffers.values()
+        for piece in file
+    }
+    assert sum(slabs.values()) < 1.03 * sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_no_file_is_written_and_no_update_made_before_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(Staging, "wait", lambda staging: calls.append("copied"))
+    monkeypatch.setattr(Staging, "hold_update", lambda staging: calls.append("update"))
+    monkeypatch.setattr(saver_module, "save_checkpoint", lambda *args, **more: calls.append("written"))
+    monkeypatch.setattr(Saver, "apply_retention", lambda *args: None)
+    parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
+    optimizer = torch.optim.SGD(parameters.values())
+    saver = Saver(CheckpointConfig(ckpt_save_path=str(tmp_path), async_save=True), parameters, optimizer)
+    assert saver.save(manifest_of(3), wait=False) is None
+    saved = saver.wait()
+    assert saved is not None and saved.step == 3 and calls[-2:] == ["copied", "written"]
+    optimizer.step()
+    assert calls[-1] == "update"
+    saver.close()
+
+
+class CopyStream:
+    """Fake GPU staging, whose copies are done at once."""
+
+    def wait_stream(self, other: object) -> None: ...
+    def record_event(self) -> CopyStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def test_a_save_that_is_waited_for_uses_pinned_memory_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, staging = share_of(torch.randn(3)), Staging(torch.device("cpu"))
+    staging.copy(plan)
+    assert staging.copy_if_pinned(plan) is plan  # on a CPU, a copy would gain nothing
+    staging = Staging(torch.device("cpu"))
+    for name, stand_in in (("current_stream", lambda device: None), ("stream", lambda stream: nullcontext())):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(saver_module, "_allocate", lambda tensors, pinned: [torch.empty_like(each) for each in tensors])
+    monkeypatch.setattr(staging, "_stream", CopyStream())
+    assert staging.copy_if_pinned(plan) is plan  # the first save of a run allocates no memory for it
+    background = staging.copy(plan)
+    waited = staging.copy_if_pinned(plan)
+    assert waited.files["1"][0].values is background.files["1"][0].values is not plan.files["1"][0].values
+    assert torch.equal(waited.files["1"][0].values, plan.files["1"][0].values)

@@ -17,11 +17,13 @@ from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, l
 from pretraining.cli import main
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
+from pretraining.files import with_checksum
 from pretraining.object_store import Store, StoreError
 from pretraining.tools.commands import PushConfig
 from pretraining.tools.push import push
 
 COMMON = [*TINY, "use_dummy_dataset=true", "batch_size=2", "num_steps=6", "checkpoint_interval=2"]
+STEPS = {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
 
 
 def train(folder: Path, *flags: str) -> None:
@@ -48,60 +50,52 @@ def copied(trained: Path, tmp_path: Path) -> Path:
 
 
 def test_every_checkpoint_is_copied_with_settings_and_logs(trained: Path) -> None:
-    steps = {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
-    assert copies_in(trained) == steps == checkpoints_of(trained / "run")
-    for name in steps:
+    assert copies_in(trained) == STEPS == checkpoints_of(trained / "run")
+    for name in STEPS:
         assert_same_tensors(trained / "store" / "checkpoints" / name, trained / "run" / "checkpoints" / name)
     assert metrics_of(trained / "store") == metrics_of(trained / "run")
     assert (trained / "store" / "config.yaml").read_text() == (trained / "run" / "config.yaml").read_text()
 
 
-def test_a_start_on_an_empty_disk_resumes_from_the_mirror_bit_for_bit(copied: Path, trained: Path) -> None:
+def damage(checkpoint: Path) -> None:
+    [shard] = checkpoint.glob("*.safetensors")
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_a_start_on_an_empty_disk_skips_damaged_copies_and_is_bit_for_bit_equal(copied: Path, trained: Path) -> None:
     shutil.rmtree(copied / "run")
-    shutil.rmtree(copied / "store" / "checkpoints" / "step_6_ckp")
+    damage(copied / "store" / "checkpoints" / "step_4_ckp")
+    [shard] = (copied / "store" / "checkpoints" / "step_6_ckp").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
     train(copied)
-    assert checkpoints_of(copied / "run") == {"step_4_ckp", "step_6_ckp"}
-    assert_same_tensors(*(each / "run" / "checkpoints" / "step_6_ckp" for each in (copied, trained)))
+    assert checkpoints_of(copied / "run") == STEPS
+    for place in ("run", "store"):
+        assert_same_tensors(*(each / place / "checkpoints" / "step_6_ckp" for each in (copied, trained)))
     assert losses_of(copied / "run") == losses_of(trained / "run")
-
-
-@pytest.mark.parametrize("damage", ["bit", "size", "manifest", "no manifest"])
-def test_a_damaged_copy_is_skipped(damage: str, copied: Path) -> None:
-    shutil.rmtree(copied / "run")
-    newest = copied / "store" / "checkpoints" / "step_6_ckp"
-    [shard] = newest.glob("*.safetensors")
-    if damage == "bit":
-        content = bytearray(shard.read_bytes())
-        content[-1] ^= 1
-        shard.write_bytes(content)
-    elif damage == "size":
-        shard.write_bytes(shard.read_bytes()[:-1])
-    elif damage == "manifest":
-        (newest / "manifest.json").write_text("{")
-    else:
-        (newest / "manifest.json").unlink()
-    train(copied)
-    assert checkpoints_of(copied / "run") == {"step_4_ckp", "step_6_ckp"}
-    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
 
 
 def test_a_mirror_of_which_no_copy_is_complete_is_no_new_run(copied: Path) -> None:
     shutil.rmtree(copied / "run")
-    for manifest in (copied / "store").glob("checkpoints/*/manifest.json"):
-        manifest.write_text("{")
+    two, four, six = (copied / "store" / "checkpoints" / name / "manifest.json" for name in sorted(STEPS))
+    four.write_text("{")
+    six.unlink()
+    assert list_copies(config_of(copied)).complete.keys() == {"step_2_ckp"}
+    two.write_text("{")
     with pytest.raises(SystemExit) as ending:
         train(copied)
     assert ending.value.code == 1 and not (copied / "run" / "checkpoints").exists()
 
 
-def test_if_every_local_checkpoint_is_damaged_the_copy_takes_its_place(copied: Path) -> None:
-    for path in (copied / "run" / "checkpoints").glob("*/*.safetensors"):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+def test_a_copy_takes_the_place_of_checkpoints_that_are_lost_or_damaged_on_disk(copied: Path) -> None:
+    shutil.rmtree(copied / "run" / "checkpoints" / "step_4_ckp")
+    for step in (2, 6):
+        damage(copied / "run" / "checkpoints" / f"step_{step}_ckp")
+    (copied / "run" / "logs" / "metrics.jsonl").write_text("")
     train(copied, "num_steps=8")
-    assert losses_of(copied / "run")[6:]
-    assert "step_8_ckp" in copies_in(copied)
+    assert copies_in(copied) == STEPS | {"step_8_ckp"}
+    assert checkpoints_of(copied / "run") == {"step_2_ckp", "step_6_ckp", "step_8_ckp"}
+    assert len(losses_of(copied / "run")) == 8
 
 
 def test_names_in_a_downloaded_manifest_lead_nowhere_else(copied: Path) -> None:
@@ -113,42 +107,36 @@ def test_names_in_a_downloaded_manifest_lead_nowhere_else(copied: Path) -> None:
     assert not list(copied.rglob("outside*")) and not list(copied.rglob("fetched*"))
 
 
-def config_of(folder: Path, store: str | None = None) -> CheckpointConfig:
-    return CheckpointConfig(f"{folder}/run", ckpt_mirror_path=f"file://{store or folder / 'store'}")
+def config_of(folder: Path) -> CheckpointConfig:
+    return CheckpointConfig(f"{folder}/run", ckpt_mirror_path=f"file://{folder}/store")
 
 
-def test_the_mirror_of_another_run_is_refused(copied: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    other = tmp_path_factory.mktemp("other")
-    train(other)
-    with pytest.raises(CheckpointError, match="another run") as caught:
-        list_copies(config_of(copied, f"{other}/store"))
-    assert caught.value.settings == ("ckpt_mirror_path", "ckpt_save_path")
-
-
-def test_a_run_that_lost_its_id_knows_its_mirror_by_a_checkpoint(copied: Path) -> None:
-    (copied / "run" / MIRROR_FILE).write_text("{")
+def test_the_mirror_of_another_run_is_refused(copied: Path) -> None:
+    """A run that has lost its id knows its mirror by a checkpoint."""
+    own, owner = copied / "run" / MIRROR_FILE, copied / "store" / MIRROR_FILE
+    own.write_text("{")
     list_copies(config_of(copied))
     mirror_of(copied)
-    assert (copied / "run" / MIRROR_FILE).read_text() != "{"
-
-
-def test_a_run_without_copies_may_begin_with_them(copied: Path) -> None:
-    shutil.rmtree(copied / "store")
-    (copied / "run" / MIRROR_FILE).unlink()
-    train(copied)
-    assert copies_in(copied) == {"step_6_ckp"}
-
-
-def test_a_damaged_owner_is_an_error(copied: Path) -> None:
-    (copied / "store" / MIRROR_FILE).write_text("{")
+    assert own.read_text() != "{"
+    owner.write_text(json.dumps(with_checksum({"run": "another", "writer": "a start"})))
+    with pytest.raises(CheckpointError, match="another run") as caught:
+        list_copies(config_of(copied))
+    assert caught.value.settings == ("ckpt_mirror_path", "ckpt_save_path")
+    owner.write_text("{")
     with pytest.raises(CheckpointError) as caught:
         list_copies(config_of(copied))
     assert str(caught.value.path).endswith(MIRROR_FILE)
 
 
-def test_a_manifest_that_the_store_does_not_give_at_once_is_read_again(
-    copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_copies_begins_with_its_start_point(copied: Path) -> None:
+    shutil.rmtree(copied / "store")
+    (copied / "run" / MIRROR_FILE).unlink()
+    mirror = Mirror(config_of(copied), 6, copied / "run" / "checkpoints" / "step_6_ckp")
+    mirror.start()
+    assert mirror.finish(60.0) is None and copies_in(copied) == {"step_6_ckp"}
+
+
+def test_a_manifest_that_the_store_gives_later_is_read_again(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, faults = Store.read, [StoreError("throttled")]
 
     def fail_once(self: Store, name: str) -> bytes | None:
@@ -160,12 +148,14 @@ def test_a_manifest_that_the_store_does_not_give_at_once_is_read_again(
     assert len(list_copies(config_of(copied), tries=2).complete) == 3 and not faults
 
 
-def test_retention_removes_copies_and_keeps_the_best(tmp_path: Path) -> None:
-    evaluated = ["held_out_fraction=0.1", "eval_interval=2", "eval_batches=1", "learning_rate=1e-2"]
-    for _ in range(3):
-        train(tmp_path, "keep_last=1", "run_steps=2", *evaluated)
-    kept = checkpoints_of(tmp_path / "run")
-    assert copies_in(tmp_path) == kept and "step_6_ckp" in kept and len(kept) < 3
+def test_retention_removes_copies_except_the_best_and_those_of_the_user(tmp_path: Path) -> None:
+    evaluated = ["held_out_fraction=0.1", "eval_interval=2", "eval_batches=1"]
+    for rate in ("1e-2", "3", "3"):  # step 2 is the best
+        train(tmp_path, "keep_last=1", "run_steps=2", *evaluated, f"learning_rate={rate}")
+        mine = tmp_path / "store" / "checkpoints" / "keep_me"
+        shutil.copytree(mine.with_name("step_2_ckp"), mine, dirs_exist_ok=True)
+    assert checkpoints_of(tmp_path / "run") == {"step_2_ckp", "step_6_ckp"}
+    assert copies_in(tmp_path) == {"step_2_ckp", "step_6_ckp", "keep_me"}
 
 
 def test_a_run_that_goes_back_sets_the_newer_copies_aside(copied: Path) -> None:
@@ -176,16 +166,6 @@ def test_a_run_that_goes_back_sets_the_newer_copies_aside(copied: Path) -> None:
 
 def mirror_of(folder: Path, step: int = 6, *, spare_cores: bool = False) -> Mirror:
     return Mirror(config_of(folder), step, spare_cores=spare_cores)
-
-
-def test_a_disk_that_is_behind_the_mirror_takes_the_newer_copy(copied: Path) -> None:
-    for step in (4, 6):
-        shutil.rmtree(copied / "run" / "checkpoints" / f"step_{step}_ckp")
-    (copied / "run" / "logs" / "metrics.jsonl").write_text("")
-    train(copied, "num_steps=8")
-    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp", "step_8_ckp"}
-    assert checkpoints_of(copied / "run") == {"step_2_ckp", "step_6_ckp", "step_8_ckp"}
-    assert len(losses_of(copied / "run")) == 8
 
 
 def test_a_writer_that_another_one_follows_overwrites_nothing(copied: Path) -> None:
@@ -231,37 +211,18 @@ def test_an_upload_rests_until_the_run_is_over(copied: Path, monkeypatch: pytest
     assert mirror.finish(60.0) is None and path.name in copies_in(copied)
 
 
-def test_a_run_whose_last_checkpoint_cannot_be_copied_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def upload(*_: object) -> None:
-        raise CheckpointError("damaged")
-
-    monkeypatch.setattr("pretraining.checkpoint.mirror.upload_file", upload)
-    with pytest.raises(SystemExit) as ending:
-        train(tmp_path)
-    assert ending.value.code == 1 and "step_6_ckp" in checkpoints_of(tmp_path / "run")
-
-
-def test_retention_keeps_checkpoints_that_are_not_copied_yet(copied: Path) -> None:
-    copies = copied / "store" / "checkpoints"
-    (copies / "step_2_ckp").rename(copies / "keep_me")
-    train(copied, "keep_last=1", "num_steps=8", "checkpoint_interval=1")
-    assert "keep_me" in copies_in(copied) and "step_4_ckp" not in copies_in(copied)
-
-
-def test_push_refuses_a_mirror_that_is_newer(copied: Path) -> None:
+def test_push_copies_what_is_missing_unless_the_mirror_is_newer(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(copied / "store" / "checkpoints" / "step_4_ckp")
+    main(["push", str(copied / "run"), f"file://{copied}/store"])
+    assert "1 checkpoint copied, 3 are in" in capsys.readouterr().out and copies_in(copied) == STEPS
+    main(["push", str(copied / "run"), f"file://{copied}/other"])
+    assert {path.name for path in (copied / "other" / "checkpoints").iterdir()} == STEPS
     shutil.rmtree(copied / "run" / "checkpoints" / "step_6_ckp")
     with pytest.raises(CheckpointError):
         push(PushConfig(paths=(str(copied / "run"), f"file://{copied}/store")))
-    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
-
-
-def test_push_copies_missing_checkpoints(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(copied / "store" / "checkpoints" / "step_4_ckp")
-    main(["push", str(copied / "run"), f"file://{copied}/store"])
-    assert "1 checkpoint copied, 3 are in" in capsys.readouterr().out
-    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
-    main(["push", str(copied / "run"), f"file://{copied}/other"])
-    assert {path.name for path in (copied / "other" / "checkpoints").iterdir()} == copies_in(copied)
+    assert copies_in(copied) == STEPS
 
 
 @pytest.mark.parametrize("words", [["{run}"], ["s3://b/x", "s3://b/y"], ["{run}", "elsewhere"]])
@@ -274,14 +235,12 @@ def test_push_needs_a_run_and_an_address(words: Sequence[str], trained: Path, tm
 
 
 def test_commands_read_a_run_in_a_store(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["list", str(copied / "run"), "--json"])
-    local = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    main(["list", f"file://{copied}/store", "--json"])
-    there = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    unlike = ("age_seconds", "bytes")
-    assert [{k: v for k, v in row.items() if k not in unlike} for row in there] == [
-        {k: v for k, v in row.items() if k not in unlike} for row in local
-    ]
+    rows = []
+    for place in (str(copied / "run"), f"file://{copied}/store"):
+        main(["list", place, "--json"])
+        listed = map(json.loads, capsys.readouterr().out.splitlines())
+        rows.append([{**row, "age_seconds": 0, "bytes": 0} for row in listed])
+    assert rows[0] == rows[1] and len(rows[0]) == 3
     main(["export", f"file://{copied}/store", f"--output_path={tmp_path / 'hf'}"])
     assert (tmp_path / "hf" / "model.safetensors").is_file()
     main(["inspect", f"--ckpt_load_path=file://{copied}/store/checkpoints/step_4_ckp", "--step=5", "--json"])

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from unit.checkpoint.examples import save
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.checkpoint.checkpoint_files import SHAPES, flip_byte, manifest_of, tensors_of, write_sharded
+from unit.checkpoint.examples import save, tensors
 
-from pretraining.checkpoint.branches import Branch, Branches
+from pretraining.checkpoint.branches import Branch, Branches, branches_from, continues, number_of, parse_branches
 from pretraining.checkpoint.forms import read_document
-from pretraining.checkpoint.manifest import Manifest
+from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.checkpoint.own_checkpoints import Copies, own_checkpoints
+from pretraining.checkpoint.reader import load_tensors
+from pretraining.checkpoint.restore import load_model
 from pretraining.checkpoint.retention import set_aside
-from pretraining.checkpoint.run_folder import Copy
-from pretraining.checkpoint.start_point import find_start
+from pretraining.checkpoint.run_folder import CHECKPOINTS, Copy
+from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig
-from pretraining.errors import CheckpointError
+from pretraining.errors import CheckpointError, DamagedError
+from pretraining.files import with_checksum
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -106,36 +116,174 @@ def make(run: Path, *saved: tuple[int, Branches]) -> list[Path]:
     return [save(run, step, evaluation_loss=float(len(str(run))), branches=branches) for step, branches in saved]
 
 
-def chosen(root: Path, disk: Saved, store: Saved) -> tuple[list[str], ...]:
-    """Return the current checkpoints, those given up on the disk, and those given up in the store."""
-    make(root / "a", *disk)
-    found = own_checkpoints(root / "a", copies_of(make(root / "bb", *store)))
-    copies = [name.removeprefix("step_").removesuffix("_ckp") for name in found.given_up_copies]
-    return names(each.path for each in found.current), names(found.given_up), copies
+OLD: Saved = [(step, (FIRST,)) for step in (2, 4, 6, 8)]
+NEW: Saved = [(2, (FIRST,)), (5, (FIRST, RETURN)), (7, (FIRST, RETURN))]
+AGAIN: Saved = [(2, (FIRST,)), (6, (FIRST, RETURN, ROLLBACK))]  # which saved step 6 again
+MOVED: Saved = [(4, (FIRST,)), (5, (FIRST, RETURN)), (8, (FIRST,))]
+EARLIER: Saved = [(9, ())]  # saved by an earlier version, which knows no branches
+BOTH: Saved = [(4, (FIRST,)), (6, (FIRST, RETURN))]
+# on the disk, in the store; then the steps that count, those given up on the disk and those given up in the store
+CHOICES: dict[str, tuple[Saved, Saved, list[str], list[str], list[str]]] = {
+    "row 63, an old disk": (OLD, NEW, ["2", "4", "5", "7"], ["6", "8"], []),
+    "row 63, an old store": (NEW, OLD, ["2", "4", "5", "7"], [], ["6", "8"]),
+    "a rollback": (NEW, AGAIN, ["2", "5", "6"], ["7"], []),
+    "two returns that did not see each other": (
+        [(4, (FIRST,)), (9, (FIRST, OTHER))],
+        [(4, (FIRST,)), (7, (FIRST, RETURN))],
+        ["4", "7"],
+        ["9"],
+        [],
+    ),
+    "row 63, moved back by the user on both sides": (MOVED, MOVED, ["4", "5", "8"], [], []),
+    "moved back in the store": ([(4, (FIRST,)), (7, (FIRST, RETURN))], MOVED, ["4", "5", "8"], ["7"], []),
+    "an earlier version's on the disk": (EARLIER, BOTH, ["4", "6", "9"], [], []),
+    "an earlier version's in the store": (BOTH, EARLIER, ["4", "6", "9"], [], []),
+}
 
 
-def test_row_63_the_side_with_the_newest_return_decides(tmp_path: Path) -> None:
-    old = [(step, (FIRST,)) for step in (2, 4, 6, 8)]
-    new = [(2, (FIRST,)), (5, (FIRST, RETURN)), (7, (FIRST, RETURN))]
-    assert chosen(tmp_path / "old disk", old, new) == (["2", "4", "5", "7"], ["6", "8"], [])
-    assert chosen(tmp_path / "old store", new, old) == (["2", "4", "5", "7"], [], ["6", "8"])
-    again = [(2, (FIRST,)), (6, (FIRST, RETURN, ROLLBACK))]  # which saved step 6 again
-    assert chosen(tmp_path / "a rollback", new, again) == (["2", "5", "6"], ["7"], [])
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_side_with_the_newest_return_decides(name: str, tmp_path: Path) -> None:
+    disk, store, *expected = CHOICES[name]
+    make(tmp_path / "a", *disk)
+    found = own_checkpoints(tmp_path / "a", copies_of(make(tmp_path / "bb", *store)))
+    assert [names(each.path for each in found.current), names(found.given_up)] == expected[:2]
+    assert names(map(Path, found.given_up_copies)) == expected[2]
 
 
-def test_of_two_returns_that_did_not_see_each_other_that_in_the_store_holds(tmp_path: Path) -> None:
-    disk, store = ([(4, (FIRST,)), (9, (FIRST, each))] for each in (OTHER, RETURN))
-    assert chosen(tmp_path, disk, [*store[:1], (7, store[1][1])]) == (["4", "7"], ["9"], [])
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint, and those that it was really trained from."""
+
+    step: int
+    branches: Branches
+    ancestors: tuple[Trained, ...] = field(default=(), repr=False)
 
 
-def test_row_63_what_the_user_moved_back_on_both_sides_counts(tmp_path: Path) -> None:
-    both = [(4, (FIRST,)), (5, (FIRST, RETURN)), (8, (FIRST,))]
-    assert chosen(tmp_path / "moved", both, both) == (["4", "5", "8"], [], [])
-    assert chosen(tmp_path / "third", [(4, (FIRST,)), (7, (FIRST, RETURN))], both) == (["4", "5", "8"], ["7"], [])
+STARTS = st.lists(
+    st.tuples(st.sampled_from(("resume", "return", "rollback")), st.integers(0, 30), st.integers(0, 3)), max_size=12
+)
 
 
-@pytest.mark.parametrize("is_on_disk", [True, False])
-def test_a_checkpoint_that_an_earlier_version_saved_between_is_not_given_up(is_on_disk: bool, tmp_path: Path) -> None:
-    known, later = [(4, (FIRST,)), (6, (FIRST, RETURN))], [(9, ())]
-    disk, store = (later, known) if is_on_disk else (known, later)
-    assert chosen(tmp_path, disk, store) == (["4", "6", "9"], [], [])
+@given(STARTS)
+def test_a_checkpoint_continues_exactly_those_that_it_was_trained_from(starts: list[tuple[str, int, int]]) -> None:
+    known, newest = list[Trained](), None
+    for kind, chosen, saves in [("resume", 0, 2), *starts]:
+        start = known[chosen % len(known)] if kind != "resume" and known else newest
+        rolls_back = kind == "rollback"
+        step = 0 if start is None else start.step
+        first = step + (start is not None and not rolls_back)
+        branches = branches_from(start, known, first, is_return=kind != "resume")
+        line = () if start is None else (*start.ancestors, *(() if rolls_back else (start,)))
+        for number in range(first, first + saves + rolls_back):
+            newest = Trained(number, branches, line)
+            known.append(newest)
+            line = (*line, newest)
+    for later in known:
+        for earlier in known:
+            assert continues(later, earlier) == (later is earlier or any(earlier is each for each in later.ancestors))
+
+
+def test_a_start_that_leaves_a_later_checkpoint_of_its_branch_behind_begins_another_one() -> None:
+    branches = branches_from(None, [], 0, is_return=False)
+    twenty, forty = Trained(20, branches), Trained(40, branches)
+    assert branches_from(forty, [twenty, forty], 41, is_return=False) == branches
+    again = branches_from(twenty, [twenty, forty], 21, is_return=False)  # a return was killed before its first save
+    assert again[:1] == branches and (again[1].number, again[1].first_step) == (2, 21)
+    later = Trained(60, again)
+    assert branches_from(later, [twenty, forty, later], 61, is_return=False) == again  # it holds at each later start
+
+
+def test_checkpoints_of_earlier_versions_have_no_branches_and_come_first() -> None:
+    old = [Trained(step, ()) for step in (10, 20, 30)]
+    assert continues(old[2], old[0]) and number_of(old[0]) == 0
+    branches = branches_from(old[1], old, 21, is_return=True)
+    new = Trained(25, branches)
+    assert [continues(new, each) for each in old] == [True, True, False]
+    between = Trained(35, ())  # saved by an earlier version again
+    assert branches_from(between, [*old, new, between], 36, is_return=False)[:1] == branches
+
+
+@pytest.mark.parametrize(
+    "values", [None, 3, "ab", [3], [[1, 2]], [[1, 2, 3]], [["1", 2, "a"]], {"a": 1}, [[True, 0, "a"]]]
+)
+def test_a_record_that_is_none_is_no_branch(values: Any) -> None:
+    assert parse_branches(values) == ()
+    assert parse_branches([[2, 21, "ab"]]) == (Branch(2, 21, "ab"),)
+
+
+def own(run: Path) -> CheckpointConfig:
+    return CheckpointConfig(ckpt_save_path=str(run))
+
+
+def load_newest(config: CheckpointConfig) -> CheckpointRef | None:
+    """Return the checkpoint that a start resumes: the newest that can be loaded."""
+    damaged: dict[str, str] = {}
+    while (found := find_start(config, damaged)) is not None:
+        try:
+            load_tensors(found.path, found.manifest.files, tensors(0.0))
+        except DamagedError as error:
+            damaged[found.source] = str(error)
+        else:
+            return found
+    return None
+
+
+def shard_of(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))
+
+
+def forge(folder: Path, name: str, size: int) -> None:
+    """Make the manifest name another file, with a valid checksum of the manifest."""
+    document = json.loads((folder / MANIFEST).read_text())
+    del document["checksum"]
+    document["files"][name] = {"bytes": size, "crc32": "00000000"}
+    (folder / MANIFEST).write_text(json.dumps(with_checksum(document)))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing shard": lambda folder: shard_of(folder).unlink(),
+    "truncated shard": lambda folder: os.truncate(shard_of(folder), 9),
+    "flipped bit": lambda folder: flip_byte(shard_of(folder), bits=1),
+    "stranger": lambda folder: (folder / "extra.safetensors").touch(),
+    "lost manifest": lambda folder: (folder / MANIFEST).unlink(),
+    "damaged manifest": lambda folder: (folder / MANIFEST).write_text("{"),
+    "deep manifest": lambda folder: (folder / MANIFEST).write_text("[" * 10**5),
+    "other manifest": lambda folder: (folder / MANIFEST).write_text("{}"),
+    "escaping manifest": lambda folder: forge(folder, "../../x.safetensors", 1),
+    "pickle in the manifest": lambda folder: forge(folder, "x.pt", 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+    good, bad = save(tmp_path, 5), save(tmp_path, 6)
+    DAMAGES[damage](bad)
+    found = load_newest(own(tmp_path))
+    assert found is not None and found.path == good and found.is_own
+    (line,) = found.damaged
+    assert str(bad) in line
+    exact = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(bad))
+    with pytest.raises(CheckpointError) as named:
+        load_newest(exact)
+    assert str(bad) in str(named.value) and named.value.settings == ("ckpt_load_path",)
+    DAMAGES[damage](good)
+    with pytest.raises(CheckpointError) as none:
+        load_newest(own(tmp_path))
+    assert str(good) in str(none.value) and str(bad) in str(none.value)
+
+
+def test_a_load_path_may_be_a_run_its_folder_of_checkpoints_or_one_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "other"
+    first, second = save(run, 1), save(run, 2)
+    best = run / CHECKPOINTS / "best"
+    best.symlink_to(first.name)
+    for source, expected in [(run, second), (run / CHECKPOINTS, second), (first, first), (best, best)]:
+        found = find_start(CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(source)))
+        assert found is not None and found.path == expected
+
+
+def test_a_tied_model_is_loaded_with_one_tensor_for_both_ends(tmp_path: Path) -> None:
+    written = write_sharded(tmp_path / "c", tensors_of(SHAPES["tied"]), manifest_of(SHAPES["tied"]))
+    _, model = load_model(str(tmp_path / "c"), torch.device("cpu"), torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(torch.equal(value, written[name]) for name, value in model.named_parameters())

@@ -15,7 +15,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.checkpoint.checkpoint_files import SHAPES, file_entry, manifest_of, tensors_of, write_full_form
+from unit.checkpoint.checkpoint_files import DATA, SHAPES, file_entry, manifest_of, tensors_of, write_full_form
 
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.headers import StoredTensors, load_file, read_header, read_headers
@@ -23,6 +23,7 @@ from pretraining.checkpoint.manifest import FULL_FILES, ITERATION_FILE, MODEL_FI
 from pretraining.checkpoint.pt_files import FullSave, manifest_of_files, write_file
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.config.recipes import settings_in
+from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import parameter_groups
@@ -30,37 +31,39 @@ from pretraining.optim.schedules import build_learning_rate
 from pretraining.progress import TokenSchedule
 
 UP = "model.layers.1.mlp.up_proj.weight"
-every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 
 
-@every_shape
-def test_the_files_load_safely_and_into_a_model(shape, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    tensors = write_full_form(tmp_path / "c", tensors_of(shape), manifest_of(shape))
-    model, optimizer, schedule, iteration = (
-        torch.load(tmp_path / "c" / name, weights_only=True) for name in FULL_FILES
-    )
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_the_files_load_safely_and_into_a_model_and_its_optimizer(shape: LlamaShape, tmp_path: Path) -> None:
+    tensors = tensors_of(shape)
+    shuffled = {name: tensors[name] for name in sorted(tensors, reverse=True)}
+    data = {**DATA, "counts": {"a": 7, "b": 40}}  # 4 passes over 100 tokens with 64 per sample, and 2 over 1,000
+    manifest = manifest_of(shape, data=data)
+    write_full_form(tmp_path / "c", shuffled, manifest)
+    model, state, schedule, iteration = (torch.load(tmp_path / "c" / name, weights_only=True) for name in FULL_FILES)
     llama = Llama(shape)
     llama.load_state_dict(model)  # strict: every name must be there, also a tied head
-    assert all(torch.equal(tensors[name], value) for name, value in llama.named_parameters())
-    assert optimizer["state"].keys() == dict(llama.named_parameters()).keys()
-    for name, kept in optimizer["state"].items():
-        assert all(torch.equal(value, tensors[f"optimizer.{key}.{name}"]) for key, value in kept.items())
-        assert kept.keys() == {"step", "exp_avg", "exp_avg_sq"}
-    named = [name for group in optimizer["param_groups"] for name in group["params"]]
-    assert sorted(named) == sorted(optimizer["state"])
-    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
+    parameters = dict(llama.named_parameters())
+    assert all(torch.equal(tensors[name], value) for name, value in parameters.items())
+    optimizer = torch.optim.AdamW(parameter_groups(parameters, 0.1))
+    optimizer.load_state_dict(state)
+    for name, parameter in parameters.items():
+        assert state["state"][name].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(value, tensors[f"optimizer.{key}.{name}"])
+    assert state["state"].keys() == parameters.keys()
+    named = [name for group in state["param_groups"] for name in group["params"]]
+    assert sorted(named) == sorted(parameters)
+    assert [group["weight_decay"] for group in state["param_groups"]] == [0.1, 0.0]
+    config = settings_in(manifest.config, "c")
+    rate = build_learning_rate(config.schedule, config.run.num_steps, TokenSchedule.steady(256), None).at(3, 3e-4)
     assert schedule == {
         **{"step": 3, "learning_rate": 3e-4, "min_lr_ratio": 0.1, "warmup_steps": None, "num_steps": "1000"},
-        **{"last_epoch": 3, "base_lrs": [3e-4, 3e-4], "_last_lr": [rate_after_3_steps()] * 2},
+        **{"last_epoch": 3, "base_lrs": [3e-4, 3e-4], "_last_lr": [rate] * 2},
     }
-    begin = {"epoch": 0, "segment": 1, "segment_start": 8, "segment_end": 12, "best_loss": 2.25}
+    begin = {"epoch": 2, "segment": 1, "segment_start": 8, "segment_end": 12, "best_loss": 2.25}
     assert begin.items() <= iteration.items()
-    assert (iteration["step"], iteration["tokens_seen"], iteration["data"]) == (3, 300, manifest_of(shape).data)
-
-
-def rate_after_3_steps() -> float:
-    config = settings_in(manifest_of(SHAPES["plain"]).config, "c")
-    return build_learning_rate(config.schedule, config.run.num_steps, TokenSchedule.steady(256), None).at(3, 3e-4)
+    assert (iteration["step"], iteration["tokens_seen"], iteration["data"]) == (3, 300, data)
 
 
 @pytest.mark.parametrize("change", [{"run": {"num_steps": "2ep"}}, {"schedule": {"schedule": "nowhere:Schedule"}}])
@@ -68,28 +71,12 @@ def test_the_last_learning_rate_is_left_out_if_a_manifest_cannot_tell_it(change:
     settings = yaml.safe_load(manifest_of(SHAPES["plain"]).config)
     for section, values in change.items():
         settings[section] |= values
-    write_full_form(
-        tmp_path / "c", tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"], config=yaml.dump(settings))
+    manifest = manifest_of(SHAPES["plain"], config=yaml.dump(settings), data={})
+    write_full_form(tmp_path / "c", tensors_of(SHAPES["plain"]), manifest)
+    schedule, iteration = (
+        torch.load(tmp_path / "c" / name, weights_only=True) for name in (SCHEDULE_FILE, ITERATION_FILE)
     )
-    schedule = torch.load(tmp_path / "c" / SCHEDULE_FILE, weights_only=True)
-    assert schedule["base_lrs"] == [3e-4, 3e-4] and "_last_lr" not in schedule
-
-
-def test_an_optimizer_over_the_models_parameters_loads_its_file(tmp_path: Path) -> None:
-    shape = SHAPES["plain"]
-    tensors = tensors_of(shape)
-    shuffled = {name: tensors[name] for name in sorted(tensors, reverse=True)}
-    write_full_form(tmp_path / "c", shuffled, manifest_of(shape))
-    parameters = dict(Llama(shape).named_parameters())
-    optimizer = torch.optim.AdamW(parameter_groups(parameters, 0.1))
-    optimizer.load_state_dict(torch.load(tmp_path / "c" / OPTIMIZER_FILE, weights_only=True))
-    for name, parameter in parameters.items():
-        assert torch.equal(optimizer.state[parameter]["exp_avg"], tensors[f"optimizer.exp_avg.{name}"])
-
-
-def test_epochs_are_the_passes_over_the_dataset_with_the_fewest() -> None:
-    data = {**manifest_of(SHAPES["plain"]).data, "counts": {"a": 7, "b": 40}}
-    assert (pt_files._whole_passes(data, 64), pt_files._whole_passes({}, 64)) == (2, 0)
+    assert schedule["base_lrs"] == [3e-4, 3e-4] and "_last_lr" not in schedule and iteration["epoch"] == 0
 
 
 @settings(max_examples=20)
@@ -211,9 +198,7 @@ def test_a_part_of_larger_memory_is_written_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("single_process")
-def test_where_memory_runs_out_every_tensor_is_gathered_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_memory_every_tensor_is_gathered_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks are in these collectives; a skipped collective would hang them."""
     gathered: list[torch.Tensor] = []
 

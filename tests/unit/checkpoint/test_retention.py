@@ -7,12 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import GUARDS_STATE, MANIFEST
-from pretraining.checkpoint.retention import apply_retention, best_of, superseded
+from pretraining.checkpoint.retention import apply_retention, best_of
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 
@@ -21,63 +19,25 @@ def record(step: int, kind: str = "interval", loss: float | None = None) -> Chec
     return Checkpoint(Path(f"{step}{kind}"), step, kind=kind, evaluation_loss=loss)
 
 
-records = st.lists(
-    st.builds(
-        record,
-        st.integers(0, 50),
-        st.sampled_from(["interval", "final", "preempt", "best"]),
-        st.none() | st.floats(0, 10).map(lambda loss: round(loss, 1)),
-    ),
-    min_size=1,
-    max_size=12,
-    unique_by=lambda record: record.path,
-).map(lambda records: sorted(records, key=lambda record: record.step))
-
-
-@given(records, st.none() | st.integers(1, 5))
-def test_retention_removes_exactly_the_superseded_checkpoints(records: list[Checkpoint], keep_last: int | None) -> None:
-    newest, best = records[-1], best_of(records)
-    gone = superseded(records, newest, best, keep_last)
-    kept = [record for record in records if record not in gone]
-    assert newest in kept and (best is None or best in kept)
-    assert all(record in kept for record in records if record.kind == "final")
-    assert all(record in (newest, best) for record in kept if record.kind in ("preempt", "best"))
-    regular = [record for record in records if record.kind in ("interval", "final")]
-    newest_regular = regular if keep_last is None else regular[-keep_last:]
-    assert all(record in kept for record in newest_regular)
-    assert all(
-        record in newest_regular for record in kept if record.kind == "interval" and record not in (newest, best)
-    )
-
-
-def test_the_best_is_the_first_with_the_lowest_loss() -> None:
+def test_the_best_is_the_first_with_the_lowest_loss_on_the_sets_that_decide_now() -> None:
     assert best_of([record(1), record(2)]) is None
-    assert best_of([record(1, loss=2.0), record(2, loss=1.5), record(3, loss=1.5)]) == record(2, loss=1.5)
-
-
-def test_losses_of_sets_that_decide_no_more_do_not_count() -> None:
-    before = [record(1, loss=1.0), record(2, loss=0.5)]
-    now = [replace(each, decided_by=("books",)) for each in (record(3, loss=2.0), record(4, loss=1.9), record(5))]
-    assert best_of([*before, record(3)]) == before[1]
+    before = [record(1, loss=2.0), record(2, loss=1.5), record(3, loss=1.5)]
+    now = [replace(each, decided_by=("books",)) for each in (record(4, loss=3.0), record(5, loss=2.9), record(6))]
+    assert best_of([*before, record(4)]) == before[1]
     assert best_of([*before, *now]) == now[1]
 
 
-@pytest.mark.parametrize("kind", ["interval", "preempt"])
-def test_the_way_back_of_a_run_that_diverges_stays_until_an_update_is_made_again(kind: str) -> None:
-    sound, skipping = record(1, kind), [replace(record(step), skipped_in_a_row=step) for step in (2, 3)]
-    assert superseded([sound, *skipping], skipping[-1], None, 1) == skipping[:1]
-    assert superseded([sound, skipping[-1], record(4)], record(4), None, 1) == [sound, skipping[-1]]
-
-
-def test_the_manifest_counts_skipped_updates(tmp_path: Path) -> None:
-    save(tmp_path, 1, "preempt")
-    skipping = replace(manifest_of(2), state={GUARDS_STATE: {"skipped_in_a_row": 1}})
-    newest = checkpoint_path(tmp_path, 2)
-    save_checkpoint(newest, plan_save(tensors(2.0)), skipping)
-    apply_retention(tmp_path, newest, 1)
-    assert names_in(tmp_path) == ["step_1_ckp.preempt", "step_2_ckp"]
-    apply_retention(tmp_path, save(tmp_path, 3), 1)
-    assert names_in(tmp_path) == ["step_3_ckp"]
+@pytest.mark.parametrize(("kind", "name"), [("interval", "step_1_ckp"), ("preempt", "step_1_ckp.preempt")])
+def test_the_way_back_of_a_run_that_diverges_stays_until_the_next_update(kind: str, name: str, tmp_path: Path) -> None:
+    save(tmp_path, 0, kind)
+    save(tmp_path, 1, kind)
+    for step in (2, 3):
+        skipping = replace(manifest_of(step), state={GUARDS_STATE: {"skipped_in_a_row": step - 1}})
+        save_checkpoint(checkpoint_path(tmp_path, step), plan_save(tensors(float(step))), skipping)
+        apply_retention(tmp_path, checkpoint_path(tmp_path, step), 1)
+        assert names_in(tmp_path) == [name, f"step_{step}_ckp"]
+    apply_retention(tmp_path, save(tmp_path, 4), 1)
+    assert names_in(tmp_path) == ["step_4_ckp"]
 
 
 def names_in(run: Path) -> list[str]:
@@ -87,34 +47,29 @@ def names_in(run: Path) -> list[str]:
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
+# step, kind and loss of a save with keep_last=1; then the checkpoints, and the best one
+SAVES: list[tuple[int, str, float | None, list[str], str | None]] = [
+    (1, "interval", None, ["1"], None),
+    (2, "final", None, ["2"], None),
+    (3, "best", 2.0, ["2", "3"], "3"),
+    (4, "preempt", 2.0, ["2", "3", "4.preempt"], "3"),
+    (5, "interval", 2.5, ["2", "3", "5"], "3"),
+    (6, "interval", 2.5, ["2", "3", "6"], "3"),
+    (7, "interval", 1.0, ["2", "7"], "7"),
+]
+
+
 def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     link = tmp_path / CHECKPOINTS / BEST
-    for step, kind, loss in [
-        *((1, "interval", None), (2, "final", None), (3, "best", 2.0), (4, "preempt", 2.0)),
-        *((5, "interval", 2.5), (6, "interval", 2.5), (7, "interval", 1.0)),
-    ]:
+    for step, kind, loss, names, best in SAVES:
         apply_retention(tmp_path, save(tmp_path, step, kind, loss), 1)
-        if step == 2:
-            assert not link.exists() and names_in(tmp_path) == ["step_2_ckp"]
-        if step == 4:
-            assert names_in(tmp_path) == ["step_2_ckp", "step_3_ckp", "step_4_ckp.preempt"]
-        if step == 6:
-            assert link.readlink() == Path("step_3_ckp") and names_in(tmp_path) == [
-                "step_2_ckp",
-                "step_3_ckp",
-                "step_6_ckp",
-            ]
-    assert names_in(tmp_path) == ["step_2_ckp", "step_7_ckp"] and link.readlink() == Path("step_7_ckp")
-    assert {path.name for path in link.parent.iterdir()} == {
-        "step_2_ckp",
-        "step_7_ckp",
-        "best",
-    } and caplog.messages == []
+        assert [name.removeprefix("step_").replace("_ckp", "") for name in names_in(tmp_path)] == names
+        assert (link.readlink().name if link.is_symlink() else None) == (best and f"step_{best}_ckp")
+    assert {path.name for path in link.parent.iterdir()} == {"step_2_ckp", "step_7_ckp", "best"}
+    assert caplog.messages == []
 
 
-def test_a_checkpoint_that_cannot_be_read_again_does_not_stop_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_new_checkpoint_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 3, "preempt")
     newest = save(tmp_path, 4)
     (newest / MANIFEST).unlink()
@@ -162,7 +117,7 @@ def failing(number: int) -> Callable[..., None]:
     return fail
 
 
-def test_a_failed_removal_or_link_is_only_logged(
+def test_a_failed_removal_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / CHECKPOINTS / BEST).mkdir(parents=True)
@@ -175,9 +130,7 @@ def test_a_failed_removal_or_link_is_only_logged(
 
 
 @pytest.mark.usefixtures("single_process")
-def test_after_the_best_was_deleted_by_hand_the_link_follows_the_best_that_remains_with_a_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_link_follows_the_best_that_is_left_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step, loss in ((2, 2.0), (4, 3.0), (6, None)):
         apply_retention(tmp_path, save(tmp_path, step, evaluation_loss=loss), None)
     link = tmp_path / CHECKPOINTS / BEST

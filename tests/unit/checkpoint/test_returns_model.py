@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from unit.checkpoint.examples import save
 
@@ -29,11 +28,11 @@ from pretraining.config.training import CheckpointConfig
 pytestmark = [pytest.mark.usefixtures("single_process"), pytest.mark.thorough]
 
 MACHINES = ("a", "b")
-ACTIONS = st.one_of(
-    st.tuples(st.sampled_from(("start", "lose the disk", "remove what is set aside")), st.sampled_from(MACHINES)),
-    st.tuples(st.sampled_from(("return", "roll back")), st.sampled_from(MACHINES), st.integers(1, 4)),
-    st.tuples(st.just("save"), st.booleans()),
-    st.tuples(st.just("save"), st.booleans()),
+SAVE = st.tuples(st.just("save"), st.booleans())
+ACTIONS = st.one_of(  # methods of `TwoMachines` and their arguments
+    st.tuples(st.sampled_from(("start", "lose", "remove_set_aside")), st.sampled_from(MACHINES)),
+    st.tuples(st.just("go_back"), st.sampled_from(MACHINES), st.integers(1, 4), st.booleans()),
+    *(SAVE, SAVE),
 )
 
 
@@ -45,8 +44,8 @@ class TwoMachines:
         trains: machine of the newest start.
     """
 
-    def __init__(self, root: Path, keep_last: int | None, *, has_branches: bool = True) -> None:
-        self._root, self._keep_last, self._has_branches = root, keep_last, has_branches
+    def __init__(self, root: Path, keep_last: int | None) -> None:
+        self._root, self._keep_last = root, keep_last
         self._mirror: Mirror | None = None
         self._branches: Branches = ()
         self._number = 0
@@ -123,8 +122,7 @@ class TwoMachines:
     def _save(self, machine: str, step: int) -> Path:
         self._number += 1
         loss = (self._number * 7 % 11) + self._number / 1000
-        branches = self._branches if self._has_branches else ()
-        path = save(self._root / machine, step, evaluation_loss=loss, branches=branches)
+        path = save(self._root / machine, step, evaluation_loss=loss, branches=self._branches)
         self.branch.append(_facts(step, loss))
         apply_retention(self._root / machine, path, self._keep_last)
         return path
@@ -145,7 +143,7 @@ class TwoMachines:
         for folder in (self._root / machine / "checkpoints").glob("set_aside_*"):
             shutil.rmtree(folder)
 
-    def go_back(self, machine: str, count: int, *, rolls_back: bool) -> None:
+    def go_back(self, machine: str, count: int, rolls_back: bool) -> None:
         if len(self.branch) > count and self._is_copied:
             # A step of which the mirror has missed the copy is only on the machine that saved it.
             self.start(machine)
@@ -178,50 +176,21 @@ def _facts(step: int, loss: float | None) -> tuple[int, float]:
     return step, round(loss or 0.0, 3)
 
 
-@contextmanager
-def two_machines(keep_last: int | None, *, has_branches: bool = True) -> Iterator[TwoMachines]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield TwoMachines(Path(folder), keep_last, has_branches=has_branches)
-
-
-def play(run: TwoMachines, actions: list[tuple[str, ...]]) -> None:
-    run.start("a")
-    for action, *details in actions:
-        if action == "start":
-            run.start(str(details[0]))
-        elif action == "lose the disk":
-            run.lose(str(details[0]))
-        elif action == "remove what is set aside":
-            run.remove_set_aside(str(details[0]))
-        elif action in ("return", "roll back"):
-            run.go_back(str(details[0]), int(details[1]), rolls_back=action == "roll back")
-        else:
-            run.save(bool(details[0]))
-    for machine in MACHINES:
-        run.start(machine)
+# Machine b comes back with step 3, which the run gave up, after the store's retention has removed it (row 63).
+ABANDONED: list[Any] = [
+    *(("save", True), ("start", "b"), ("save", True), ("save", True), ("go_back", "a", 1, False)),
+    *(("save", True), ("save", True), ("save", True), ("save", True), ("start", "b")),
+]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(ACTIONS, min_size=4, max_size=20), st.sampled_from((1, 2, None)))
-def test_every_start_continues_the_run_wherever_it_went_back(
-    actions: list[tuple[str, ...]], keep_last: int | None
-) -> None:
-    with two_machines(keep_last) as run:
-        play(run, actions)
-
-
-ABANDONED = [
-    ("save", True),
-    ("start", "b"),
-    ("save", True),
-    ("save", True),
-    ("return", "a", 1),
-    *[("save", True)] * 4,
-    ("start", "b"),
-]
-"""Machine b comes back with step 3, which the run gave up, after the store's retention has removed it."""
-
-
-def test_row_63_a_return_holds_although_the_stores_retention_has_removed_its_record() -> None:
-    with two_machines(2) as run:
-        play(run, ABANDONED)  # type: ignore[arg-type]
+@example(ABANDONED, 2)
+def test_every_start_continues_the_run_wherever_it_went_back(actions: list[Any], keep_last: int | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = TwoMachines(Path(folder), keep_last)
+        run.start("a")
+        for action, *details in actions:
+            getattr(run, action)(*details)
+        for machine in MACHINES:
+            run.start(machine)

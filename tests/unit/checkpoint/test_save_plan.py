@@ -46,10 +46,6 @@ def test_an_overlap_is_the_part_in_both_chunks(left: Chunk, right: Chunk) -> Non
     assert (marked(overlap) == both).all() if overlap else not both.any()
 
 
-def test_scalars_overlap() -> None:
-    assert Chunk((), ()).overlap(Chunk((), ())) == Chunk((), ())
-
-
 @contextmanager
 def process(rank: int, world_size: int) -> Iterator[None]:
     """Pretend to be one process of many, without communication."""
@@ -102,15 +98,13 @@ def test_every_element_is_written_by_one_process_and_replicas_share_the_work(mes
 def test_files_hold_tensors_in_the_order_of_names_and_about_as_many_bytes_each(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {name: torch.empty(shape) for name, shape in SHAPES.items()}
     assert set(file_of_tensor(tensors, 1).values()) == {1}
-    monkeypatch.setattr(writer, "FILE_BYTES", 260)
-    files = file_of_tensor(tensors, 1)
-    assert sorted(files, key=lambda name: (files[name], name)) == sorted(files) and set(files.values()) == {1, 2, 3}
-    assert set(file_of_tensor(tensors, 4).values()) == {1}  # each process has a quarter of the bytes
-
-
-def test_a_process_writes_a_file_per_thread_unless_they_would_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "FILE_BYTES", 260)
+        files = file_of_tensor(tensors, 1)
+        assert sorted(files, key=lambda name: (files[name], name)) == sorted(files) and set(files.values()) == {1, 2, 3}
+        assert set(file_of_tensor(tensors, 4).values()) == {1}  # each process has a quarter of the bytes
     tensors = {f"model.layers.{block}.up.weight": torch.empty(10) for block in range(16)}
-    monkeypatch.setattr(writer, "SMALL_FILE_BYTES", 80)
+    monkeypatch.setattr(writer, "SMALL_FILE_BYTES", 80)  # a file per thread, unless they would be small
     assert max(file_of_tensor(tensors, 1).values()) == writer.FILES_OF_PROCESS
     assert max(file_of_tensor(tensors, 4).values()) == 2  # 160 bytes per process
     monkeypatch.setattr(writer, "FILE_BYTES", 80)

@@ -26,7 +26,7 @@ from pretraining.errors import DataError
 from pretraining.tools.inspect import Inspector
 
 VOCABULARY = 900
-STEPS = 50  # more than a pass
+STEPS = 28  # more than a pass
 
 
 def truncate(path: Path) -> None:
@@ -78,9 +78,9 @@ CASES = [(fault, stage) for fault, stages in NOTICED.items() for stage in stages
 def config(tmp_path: Path) -> DataConfig:
     """The datasets web, with a file to damage, and code."""
     for seed, name in enumerate(("bad", "other", "third")):
-        documents = [[(row * at + seed) % VOCABULARY for at in range((17, 23)[row % 2])] for row in range(80)]
+        documents = [[(row * at + seed) % VOCABULARY for at in range((17, 23)[row % 2])] for row in range(40)]
         write_documents(tmp_path / f"data/web/{name}.arrow", documents)
-    write_documents(tmp_path / "data/code/x.arrow", random_documents(60, seed=9, vocab_size=VOCABULARY))
+    write_documents(tmp_path / "data/code/x.arrow", random_documents(30, seed=9, vocab_size=VOCABULARY))
     return DataConfig(data_path=str(tmp_path / "data"), seq_length=16, logical_shards=4, num_workers=0)
 
 
@@ -132,7 +132,7 @@ IN_A_RUN += [(fault, "restart") for fault in (flip_footer, zero)]
 
 
 @pytest.mark.parametrize(("fault", "stage"), IN_A_RUN, ids=[f"{fault.__name__}-{stage}" for fault, stage in IN_A_RUN])
-def test_quarantine_ignores_exactly_the_slots_that_need_the_file(
+def test_quarantine_ignores_the_slots_that_need_the_file(
     config: DataConfig, bad: Path, fault: Fault, stage: str
 ) -> None:
     config = replace(config, bad_documents="quarantine")
@@ -146,7 +146,7 @@ def test_quarantine_ignores_exactly_the_slots_that_need_the_file(
         for slot, tokens in enumerate(micro_batch.tokens_BT.tolist()):
             source = running.reader.sources[int(slots.datasets[slot])]
             spans = source.spans(slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1])
-            needs_it = source.name == "web" and (spans.documents < 80).any()
+            needs_it = source.name == "web" and (spans.documents < 40).any()
             if lengths[slot] == 17:
                 assert tokens == expected[step][slot]
             else:

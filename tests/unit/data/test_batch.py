@@ -21,7 +21,7 @@ def expected_labels(width: int, rows: list[Row], document_mask: bool) -> list[li
     return labels
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(packed_rows(), st.booleans())
 def test_labels_are_the_next_tokens_of_row_or_document(batch: tuple[int, list[Row]], document_mask: bool) -> None:
     width, rows = batch
@@ -31,7 +31,7 @@ def test_labels_are_the_next_tokens_of_row_or_document(batch: tuple[int, list[Ro
     assert inputs.labels_BS.tolist() == expected_labels(width, rows, document_mask)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(packed_rows())
 def test_positions_and_lengths_are_those_of_the_pieces_and_of_padding(batch: tuple[int, list[Row]]) -> None:
     width, rows = batch

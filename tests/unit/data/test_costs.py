@@ -77,8 +77,8 @@ def costs_of_resumes(config: DataConfig, steps: range, monkeypatch: pytest.Monke
 def test_a_resume_costs_the_same_at_step_a_billion_as_ten(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume at positions all over two passes, because some samples cross blocks."""
     costs_of_resumes(config, range(5, 6), monkeypatch)  # made once per process
-    near, *far = (costs_of_resumes(config, range(step, step + 2100, 100), monkeypatch) for step in (10, 10**9, 10**12))
-    assert near["bytes_read"] > 21 * 4 * BATCH * 64 * 2  # everything counts
+    near, *far = (costs_of_resumes(config, range(step, step + 2100, 200), monkeypatch) for step in (10, 10**9, 10**12))
+    assert near["bytes_read"] > 11 * 4 * BATCH * 64 * 2  # everything counts
     assert all(costs[name] <= 1.1 * near[name] for costs in far for name in near)
 
 

@@ -1,60 +1,28 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from unit.data.sampling.stream_oracle import Oracle, Place, as_trained, text_number
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
-from pretraining.config.training import IGNORED_LABEL, DataConfig
+from pretraining.config.training import DataConfig, Packing
 from pretraining.data.dataset import build_indices, build_loader, open_datasets
+from pretraining.data.samples import SplitName
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index import BLOCK_DOCUMENTS
 from pretraining.errors import ConfigError, DataError, PretrainError
 
-SEP, BOS, PAD = 999, 998, 997
+SEP = 999
 
 
 def config(root: Path, **changes: object) -> DataConfig:
     return replace(DataConfig(data_path=str(root), seq_length=16, num_workers=0, logical_shards=4), **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.uint32()], ids=["lists", "as of fms-fsdp"])
-@pytest.mark.parametrize("ends", [{}, {"bos_token": BOS, "strip_tokens": (PAD,), "min_length": 3}])
-def test_batches_from_files_to_rows_are_the_oracles(tmp_path: Path, kind: pa.DataType, ends: dict[str, Any]) -> None:
-    documents = random_documents(2 * BLOCK_DOCUMENTS + 300, largest=6)
-    documents[5], documents[6] = [1, 2, SEP], [BOS, 3]  # already have the tokens
-    documents[7:9] = [PAD, 4, SEP, PAD, 5, PAD, PAD], [PAD, PAD]
-    for number, begin in enumerate(range(0, len(documents), 500)):
-        write_documents(tmp_path / f"web/{number}.arrow", documents[begin : begin + 500], kind, batch_documents=7)
-    settings = config(tmp_path, sep_token=SEP, seq_length=50, logical_shards=3, document_mask=True, **ends)
-    made = loader(settings, plan(16), seed=42)
-    whole = [as_trained(document, SEP, **ends) for document in documents]
-    oracle = Oracle([len(document) for document in whole], BLOCK_DOCUMENTS, 3, 50, (42, text_number("web", "train")))
-    samples = {shard: oracle.shard_samples(shard, 2) for shard in range(3)}
-    order = oracle.sample_order(2)
-    for step in range(len(order) // 16):
-        taken = sorted(order[step * 16 : (step + 1) * 16], key=lambda pair: pair[0])
-        places = [samples[shard][number] for shard, number in taken]
-        (micro_batch,) = next(made).micro_batches
-        assert micro_batch.tokens_BT.tolist() == [[whole[document][at] for document, at in row] for row in places]
-        inputs = micro_batch.model_inputs()
-        assert inputs.labels_BS.tolist() == [
-            [whole[document][at] if at else IGNORED_LABEL for document, at in row[1:]] for row in places
-        ]
-        assert inputs.positions_BS is not None and inputs.positions_BS.tolist() == [positions(row) for row in places]
-
-
-def positions(row: list[Place]) -> list[int]:
-    """Positions of the inputs in their documents, which start with the row or at their first token."""
-    found: list[int] = []
-    for _, at in row[:-1]:
-        found.append(found[-1] + 1 if found and at else 0)
-    return found
 
 
 def test_a_pickled_listing_opens_the_same_datasets(tmp_path: Path) -> None:
@@ -79,15 +47,6 @@ def test_without_weights_datasets_are_taken_in_proportion_to_their_tokens(tmp_pa
     made.load_state_dict({**made.state_dict(), "next_sample": 10_000})
     share = datasets.datasets[1].tokens("train") / datasets.training_tokens
     assert made.state_dict()["counts"]["web"] == pytest.approx(10_000 * share, abs=2)
-
-
-def test_weights_go_with_the_datasets_they_were_given_with(tmp_path: Path) -> None:
-    root = make_root(tmp_path, web=100, code=100, books=100)
-    given = loader(config(root, datasets=("web", "books", "code/"), weights=(0.7, 0.2, 0.1)), plan(10))
-    sorted_by_name = loader(config(root, datasets=("books", "code", "web"), weights=(0.2, 0.1, 0.7)), plan(10))
-    for _ in range(10):
-        assert rows(next(given)) == rows(next(sorted_by_name))
-    assert given.state_dict()["counts"] == {"books": 20, "code": 10, "web": 70}
 
 
 SMALL, FEW = [[1] * 50], [[1] * 50] * 9
@@ -116,12 +75,109 @@ def test_data_that_cannot_be_trained_on_is_refused(
     assert named in ("", *raised.value.settings) and words in str(raised.value)
 
 
-def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
-    example = page.split("## Python")[1].split("```python\n")[1].split("```")[0]
-    for name in ("one", "two"):
-        write_documents(tmp_path / f"data/web/{name}.arrow", random_documents(300))
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(example, names)
-    assert names["inputs"].tokens_BS.shape == (8, 1024) and names["state"]["next_sample"] == 32
+def write_numbered(root: Path, files: list[list[int]], batch_documents: int) -> int:
+    """Write documents of given lengths without a repeated token; return the number of tokens."""
+    token = 0
+    for number, lengths in enumerate(files):
+        documents = []
+        for length in lengths:
+            documents.append(range(token, token + length))
+            token += length
+        write_documents(root / f"web/{number:03}.arrow", documents, batch_documents=batch_documents)
+    return token
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.lists(st.one_of(st.just(0), st.just(1), st.integers(0, 30)), max_size=12), min_size=1, max_size=8),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from([1, 3, 10**9]),
+)
+@example([[0, 0, 0], [], [5, 0], [0], [0, 0, 9], []], 5, 2, 1)
+@example([[0] * (2 * BLOCK_DOCUMENTS + 5), [3], [0] * BLOCK_DOCUMENTS, [2]], 3, 2, 10**9)
+def test_every_token_comes_once_per_pass_beside_empty_datasets(
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[int]], shards: int, seq_length: int, batch: int
+) -> None:
+    root = tmp_path_factory.mktemp("data")
+    total = write_numbered(root, files, batch)
+    asked = DataConfig(data_path=str(root), seq_length=seq_length, logical_shards=shards, num_workers=0)
+    if total <= seq_length:
+        with pytest.raises(DataError):
+            loader(asked, plan(1))
+        return
+    passes = 2 * seq_length  # then no shard has tokens left, and a sample has started at every position
+    made = loader(asked, plan(total))
+    seen = Counter(token for _ in range(2) for row in rows(next(made)) for token in row[:-1])
+    assert seen == dict.fromkeys(range(total), passes)
+
+
+FILES = ("a.arrow", "b/c.arrow", "m.arrow", "z.arrow")
+Place = tuple[str, str, int]  # dataset, file, row
+
+
+def seen_of(config: DataConfig, split: SplitName) -> set[Place]:
+    """The documents in the first passes over a split; none without enough tokens for a sample."""
+    datasets = opened(config)
+    if any(dataset.tokens(split) <= config.seq_length for dataset in datasets.datasets):
+        return set()
+    made = build_loader(datasets, config, plan(50), 0, 7, 10_000, split=split)
+    seen: set[Place] = set()
+    for dataset, source in zip(datasets.datasets, made.reader.sources, strict=True):
+        spans = source.spans(*source.samples(0, dataset.tokens(split)))  # seq_length passes
+        for document in sorted(set(spans.documents.tolist())):
+            file, row = dataset.index.locate(document)
+            seen.add((source.name, dataset.files.paths[file], row))
+    return seen
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(st.tuples(st.sampled_from(FILES), st.integers(1, 30), st.integers(0, 30)), min_size=1, max_size=4),
+    st.sampled_from([0.02, 0.1, 0.5, 0.9]),
+    st.integers(1, 7),
+    st.integers(1, 7),
+    st.integers(1, 3),
+    st.sampled_from(["stream", "best_fit"]),
+)
+def test_training_and_held_out_documents_stay_disjoint_when_data_grows_or_is_resharded(
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: list[tuple[str, int, int]],
+    fraction: float,
+    shards: int,
+    other_shards: int,
+    seq_length: int,
+    packing: Packing,
+) -> None:
+    root = tmp_path_factory.mktemp("data")
+    sizes = {name: (count, more) for name, count, more in drawn}
+    config = DataConfig(
+        data_path=str(root),
+        seq_length=seq_length,
+        sep_token=9_999,
+        held_out_fraction=fraction,
+        logical_shards=shards,
+        packing=packing,
+        num_workers=0,
+    )
+
+    def write(grown: bool) -> None:
+        for name, (count, more) in sizes.items():
+            write_documents(root / "web" / name, [[row % 9, row % 7] for row in range(count + grown * more)])
+        write_documents(root / "code/x.arrow", [[1, 2, 3]] * 20)
+
+    write(grown=False)
+    train, held_out = seen_of(config, "train"), seen_of(config, "held_out")
+    everything = {("web", name, row) for name, (count, _) in sizes.items() for row in range(count)}
+    everything |= {("code", "x.arrow", row) for row in range(20)}
+    assert not train & held_out and train | held_out <= everything
+    if train and held_out:
+        assert train | held_out == everything
+    write(grown=True)
+    for changes in ({}, {"logical_shards": other_shards}, {"seq_length": seq_length + 1, "logical_shards": 1}):
+        asked = replace(config, **changes)  # type: ignore[arg-type]
+        later_train, later_held_out = seen_of(asked, "train"), seen_of(asked, "held_out")
+        assert not later_train & later_held_out
+        assert not train & later_held_out and not held_out & later_train  # old documents keep their split
+        assert not train or not later_train or train <= later_train
+        assert not held_out or not later_held_out or held_out <= later_held_out

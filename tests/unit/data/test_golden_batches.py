@@ -67,7 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def golden_loader(root: Path, kind: str) -> Loader:
     config = DataConfig(
         data_path=str(root),
-        datasets=("web", "code", "books"),
+        datasets=("web", "code", "books"),  # the weights go with these names, in whatever order
         weights=(0.6, 0.3, 0.1),
         seq_length=32,
         sep_token=901,

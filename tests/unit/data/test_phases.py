@@ -103,7 +103,7 @@ class Saved:
     flags: list[Range]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.lists(STAGE, min_size=1, max_size=6))
 def test_a_skipped_sample_is_never_used_and_every_other_one_once(stages: list[dict[str, Any]]) -> None:
     """Through any phases, skips, resumes and rollbacks, on any number of ranks.

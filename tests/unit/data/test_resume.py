@@ -86,9 +86,7 @@ def test_a_phase_that_cannot_be_is_damage(config: DataConfig, state: dict[str, A
     refusal(state | damage if damage.keys() <= state.keys() else state | {"phases": [first, second | damage]}, config)
 
 
-def test_a_run_of_an_earlier_release_keeps_its_order_and_a_newer_order_is_refused(
-    config: DataConfig, state: dict[str, Any]
-) -> None:
+def test_a_run_keeps_its_order_and_a_newer_order_is_refused(config: DataConfig, state: dict[str, Any]) -> None:
     """Earlier releases recorded no order: their passes begin with a document."""
     assert (state.pop("version"), state.pop("order_version")) == (3, 2)
     old, other = state | {"version": 2}, loader(config, plan(8))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -12,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from pretraining.data.tokenizer import END_OF_TEXT, library_threads, load_tokenizer, train_tokenizer
+from pretraining.data.tokenizer import END_OF_TEXT, Tokenizer, library_threads, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
 
 TEXTS = ["def add(a, b):\n    return a + b\n" * 20, "The quick brown fox jumps over the lazy dog.\n" * 20]
@@ -69,22 +70,12 @@ def test_the_end_of_text_is_that_of_the_folder(tmp_path: Path, name: str, conten
     assert load_tokenizer(tmp_path / "copy").end_of_text == 2
 
 
-def test_a_lone_tokenizer_file_gives_its_end_of_text_by_name_and_its_vocabulary_by_the_largest_id(
-    tmp_path: Path,
-) -> None:
+def test_a_tokenizer_file_alone_gives_its_end_of_text_and_its_vocabulary(tmp_path: Path) -> None:
     write_word_tokenizer(tmp_path / "llama", {"?": 0, "a": 1, "</s>": 2}, ["</s>"])
     assert load_tokenizer(tmp_path / "llama").end_of_text == 2
     write_word_tokenizer(tmp_path / "none", {"?": 0, "a": 70_000}, [])
     none = load_tokenizer(tmp_path / "none")
     assert (none.end_of_text, none.vocab_size) == (None, 70_001)
-
-
-def test_texts_are_never_cut_or_padded(tmp_path: Path) -> None:
-    library = tokenizers.Tokenizer.from_str(TRAINED.definition.decode())
-    library.enable_truncation(4)
-    library.enable_padding(length=8)
-    (tmp_path / "tokenizer.json").write_text(library.to_str())
-    assert load_tokenizer(tmp_path).encode_batch(["a", TEXTS[0]]) == TRAINED.encode_batch(["a", TEXTS[0]])
 
 
 WHOLE = {"tokenizer.json": TRAINED.definition}
@@ -108,7 +99,7 @@ REFUSED: list[tuple[Mapping[str, bytes | Path], str, str]] = [
 
 
 @pytest.mark.parametrize(("files", "named", "words"), REFUSED, ids=range(len(REFUSED)))
-def test_a_tokenizer_that_cannot_be_read_is_named(
+def test_an_unreadable_tokenizer_is_named(
     tmp_path: Path, files: Mapping[str, bytes | Path], named: str, words: str
 ) -> None:
     (tmp_path / "id_rsa").write_text("{}")
@@ -213,27 +204,25 @@ def test_all_files_of_a_tokenizer_travel_whole(tmp_path: Path) -> None:
     assert not (copy / "notes.txt").exists()
 
 
+CONFIG = "tokenizer_config.json"
+ONE = {"chat_template": "a"}
+NAMED = [{"name": "default", "template": "a"}, {"name": "b", "template": "b"}]
+
+
 @pytest.mark.parametrize(
     ("files", "template"),
     [
         ({}, None),
-        ({"tokenizer_config.json": {"chat_template": "a"}}, "a"),
-        (
-            {
-                "tokenizer_config.json": {
-                    "chat_template": [{"name": "default", "template": "a"}, {"name": "b", "template": "b"}]
-                }
-            },
-            "a",
-        ),
-        ({"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": "a"}]}}, None),
-        ({"tokenizer_config.json": {"chat_template": "a"}, "chat_template.jinja": "j\r\n"}, "j\n"),
-        ({"tokenizer_config.json": {"chat_template": "a"}, "additional_chat_templates/rag.jinja": "r"}, None),
-        ({"chat_template.jinja": "j", "additional_chat_templates/default.jinja": "d"}, "d"),
+        ({CONFIG: ONE}, "a"),
+        ({CONFIG: {"chat_template": NAMED}}, "a"),
+        ({CONFIG: {"chat_template": NAMED[1:]}}, None),
+        ({CONFIG: ONE, TEMPLATE: "j\r\n"}, "j\n"),
+        ({CONFIG: ONE, f"{TEMPLATES}/rag.jinja": "r"}, None),
+        ({TEMPLATE: "j", f"{TEMPLATES}/default.jinja": "d"}, "d"),
         ({"chat_template.json": {"chat_template": "p"}}, None),  # of a processor of images
     ],
 )
-def test_the_chat_template_is_the_one_that_transformers_takes(
+def test_the_chat_template_is_that_of_transformers(
     tmp_path: Path, files: dict[str, object], template: str | None
 ) -> None:
     TRAINED.save(tmp_path)
@@ -254,13 +243,17 @@ def test_names_of_special_tokens_are_text_in_data_and_ids_in_prompts() -> None:
     assert 0 not in TRAINED.encode(text)
 
 
-def test_dropout_is_off_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
-    document = json.loads(TRAINED.definition)
+def test_texts_are_never_cut_padded_or_dropped_out_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_str(TRAINED.definition.decode())
+    library.enable_truncation(4)
+    library.enable_padding(length=8)
+    document = json.loads(library.to_str())
     document["model"]["dropout"] = 0.5
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     loaded = load_tokenizer(tmp_path)
     for special_tokens in (False, True):
-        assert loaded.encode_batch([TEXTS[0]] * 5, special_tokens=special_tokens) == [TRAINED.encode(TEXTS[0])] * 5
+        texts = ["a", *[TEXTS[0]] * 5]
+        assert loaded.encode_batch(texts, special_tokens=special_tokens) == TRAINED.encode_batch(texts)
     assert loaded.definition == (tmp_path / "tokenizer.json").read_bytes()
     assert json.loads(loaded.definition_without_dropout)["model"]["dropout"] is None
     assert TRAINED.definition_without_dropout == TRAINED.definition
@@ -276,3 +269,88 @@ def test_names_of_special_tokens_are_those_that_transformers_knows(tmp_path: Pat
         (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "b", "unk_token": null}')
         expected = {"bos_token": END_OF_TEXT, "eos_token": eos}
         assert load_tokenizer(tmp_path).special_tokens == load(tmp_path).special_tokens_map == expected
+
+
+Change = Callable[[dict[str, Any]], object]
+WORDS = ["<unk>", "a", "b", "ab", "c"]
+VOCABULARY = {word: number for number, word in enumerate(WORDS)}
+KINDS = {
+    "BPE": models.BPE(VOCABULARY, [("a", "b")], unk_token="<unk>"),
+    "Unigram": models.Unigram([(word, -float(number)) for number, word in enumerate(WORDS)], unk_id=0),
+    "WordLevel": models.WordLevel(VOCABULARY, unk_token="<unk>"),
+    "WordPiece": models.WordPiece(VOCABULARY, unk_token="<unk>"),
+}
+
+
+def written(folder: Path, kind: str, change: Change = lambda document: None) -> Tokenizer:
+    library = tokenizers.Tokenizer(KINDS[kind])
+    library.add_special_tokens(["<s>"])
+    document = json.loads(library.to_str())
+    change(document)
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(document, indent=len(folder.name)))
+    return load_tokenizer(folder)
+
+
+def set_vocabulary(document: dict[str, Any], words: list[str]) -> None:
+    """Give the words their numbers in this order."""
+    is_list = document["model"]["type"] == "Unigram"
+    document["model"]["vocab"] = [[word, -1.0] for word in words] if is_list else {w: n for n, w in enumerate(words)}
+
+
+def merges_as_text(document: dict[str, Any]) -> None:
+    if "merges" in document["model"]:
+        document["model"]["merges"] = [" ".join(pair) for pair in document["model"]["merges"]]
+
+
+def entries_in_another_order(document: dict[str, Any]) -> None:
+    if isinstance(document["model"]["vocab"], dict):
+        document["model"]["vocab"] = dict(reversed(document["model"]["vocab"].items()))
+
+
+def another_added_token(document: dict[str, Any]) -> None:
+    document["added_tokens"].append({**document["added_tokens"][0], "id": 6, "content": "<pad>"})
+
+
+def added_token_in_the_vocabulary(document: dict[str, Any]) -> None:
+    set_vocabulary(document, [*WORDS, "<s>"])
+
+
+def larger(document: dict[str, Any]) -> None:
+    set_vocabulary(document, [*WORDS, "<s>", "abc"])
+    if "merges" in document["model"]:
+        document["model"]["merges"].append(["ab", "c"])
+
+
+def other_words(*words: str) -> Change:
+    return lambda document: set_vocabulary(document, ["<unk>", *words])
+
+
+# changes, and whether ids mean something else after them
+CHANGES: list[tuple[Change, bool]] = [
+    (merges_as_text, False),
+    (entries_in_another_order, False),
+    (another_added_token, False),
+    (added_token_in_the_vocabulary, False),
+    (larger, False),
+    (other_words("b", "a", "ab", "c"), True),
+    (other_words("a", "b", "ab", "d", "c"), True),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("change", "is_other"), CHANGES, ids=range(len(CHANGES)))
+def test_other_tokens_are_a_difference_and_other_forms_none(
+    tmp_path: Path, kind: str, change: Change, is_other: bool
+) -> None:
+    before, after = written(tmp_path / "before", kind), written(tmp_path / "after", kind, change)
+    assert before.sha256 != after.sha256
+    for found in (before.difference(after), after.difference(before)):
+        assert "the first is " in (found or "") if is_other else found is None
+
+
+def test_other_merges_and_other_kinds_are_a_difference(tmp_path: Path) -> None:
+    before = written(tmp_path / "before", "BPE")
+    after = written(tmp_path / "after", "BPE", lambda document: document["model"].update(merges=[]))
+    assert before.difference(after) == after.difference(before) == "their merges differ"
+    assert before.difference(written(tmp_path / "words", "WordLevel")) == "one is a BPE, the other a WordLevel"

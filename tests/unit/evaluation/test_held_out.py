@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -12,8 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.context import SharedRows
+from pretraining.config.command_line import load_train_config
 from pretraining.data.batch import MicroBatch, StepBatch
+from pretraining.data.tokenizer import train_tokenizer
+from pretraining.distributed.processes import Processes
+from pretraining.errors import ConfigError
+from pretraining.evaluation.generation import Sampling, TextSampler, check_prompt, draw_tokens, open_sampler
 from pretraining.evaluation.held_out import EarlyStopping, Evaluation, EvaluationSource, Evaluator, evaluate
 from pretraining.model.loss import HeadLoss
 from pretraining.observability.events import Events
@@ -27,14 +33,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 class LossIsInput(nn.Module):
     """Model whose loss is the input token, and a hit if the token is 7; ignored labels do not count. With z-loss."""
 
-    def forward(
-        self,
-        tokens_BS: torch.Tensor,
-        labels_BS: torch.Tensor,
-        positions_BS: torch.Tensor | None,
-        document_lengths: tuple[int, ...] | None,
-        shared_rows: SharedRows | None,
-    ) -> HeadLoss:
+    def forward(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor, *_: object) -> HeadLoss:
         valid = labels_BS != -100
         z_loss_sum = 0.25 * valid.sum()
         tokens_BS2 = torch.stack((tokens_BS * valid, (tokens_BS == 7) & valid), 2).float()
@@ -131,21 +130,12 @@ def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run_and_never_wi
     reports: list[Report] = []
     opened: list[int] = []
     evaluator = evaluator_with(opened, reports)
+    evaluator.sampler = sampler = Mock()  # text follows each evaluation but the last
     trained(evaluator, 8)
-    assert [step for step, _ in reports] == [3, 6, 8] and len(opened) == 3
+    assert [step for step, _ in reports] == [3, 6, 8] and len(opened) == 3 and sampler.show.call_count == 2
     evaluator.sources = []
     trained(evaluator, 8)
     assert len(reports) == 3
-
-
-def test_a_run_stops_early_and_text_follows_each_evaluation_but_the_last() -> None:
-    reports: list[Report] = []
-    evaluator = evaluator_with([], reports)
-    evaluator.early_stopping = EarlyStopping(2)
-    evaluator.sampler = sampler = Mock()
-    state = trained(evaluator, 90)
-    assert [step for step, _ in reports] == [3, 6, 9] and sampler.show.call_count == 2
-    assert state.step == 9 and state.finished and not state.preempted and state.early_end
 
 
 def test_an_evaluation_that_is_broken_off_is_pending_and_done_once_by_the_next_start() -> None:
@@ -171,3 +161,183 @@ def test_a_run_that_should_stop_does_not_begin_an_evaluation(done: int, is_due: 
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(done, done))
     state.advance(0.0, stop=15)
     assert evaluator.maybe_run(state) is None and evaluator.pending is is_due and opened == []
+
+
+# Early stopping
+
+
+def ends_after(stopping: EarlyStopping, losses: list[float]) -> int | None:
+    """Return after how many evaluations the run stops; None = never."""
+    run = TrainState(total_steps=100, stop_step=100, tokens_per_step=1, progress=Progress(10, 10))
+    for number, loss in enumerate(losses, start=1):
+        stopping.count_evaluation(loss, run)
+        if run.early_end:
+            assert run.finished and run.stopping
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("limit", "losses", "ends"),
+    [
+        (0, [1.0] * 50, None),
+        (1, [3.0, 2.0, 2.0], 3),
+        (2, [3.0, 4.0, 2.9, 3.0, 2.8, 5.0, 2.8], 7),
+        (2, [3.0, math.nan, math.inf], 3),
+        (2, [math.nan, math.nan], 2),
+    ],
+)
+def test_a_run_stops_after_evaluations_without_a_lower_loss_also_if_it_is_resumed(
+    limit: int, losses: list[float], ends: int | None
+) -> None:
+    assert ends_after(EarlyStopping(limit), losses) == ends
+    for stop in range(ends or 9):
+        before, after = EarlyStopping(limit, "web"), EarlyStopping(limit, "web")
+        assert ends_after(before, losses[:stop]) is None
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        assert ends_after(after, losses[stop:]) == (ends and ends - stop)
+
+
+def test_counting_begins_again_if_other_sets_decide_and_after_a_version_that_did_not_count() -> None:
+    before = EarlyStopping(2, "web", 1.0, 1).state_dict()
+    earlier = {name: value for name, value in before.items() if name != "definition"}
+    for kept in (before | {"definition": "books"}, {"owed": False}, earlier | {"decided_by": ["web"]}):
+        after = EarlyStopping(2, "web")
+        after.load_state_dict(kept)
+        assert after == EarlyStopping(2, "web")
+    assert EarlyStopping(0, "web", 1.0, 3).state_dict() == {}  # without a limit, the fields of earlier versions
+
+
+# Generated text
+
+CPU = torch.device("cpu")
+
+
+class Successor(nn.Module):
+    """Model whose likeliest next token is the last token plus one; records its inputs."""
+
+    def __init__(self, vocab_size: int = 10) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.windows: list[list[int]] = []
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        self.windows.append(tokens_BS[0].tolist())
+        following = (tokens_BS + 1) % self.vocab_size
+        return 3.0 * nn.functional.one_hot(following, self.vocab_size).float()
+
+
+def draw(model: nn.Module, prompt: list[int], count: int, ends: Sequence[int] = (), **options: Any) -> list[int]:
+    def next_logits(tokens: Sequence[int]) -> torch.Tensor:
+        logits_V: torch.Tensor = model(torch.tensor([tokens]))[0, -1]
+        return logits_V
+
+    sampling = Sampling(**{"seed": 0, "temperature": 0.8, "top_k": 50, "top_p": 1.0, **options})
+    return list(draw_tokens(next_logits, prompt, count, sampling, ends))
+
+
+def test_tokens_follow_until_an_end_token_and_draws_depend_on_the_seed_alone() -> None:
+    assert draw(Successor(), [3], 9, ends=[7], temperature=0.0) == [4, 5, 6]
+    assert draw(Successor(), [3], 4, temperature=5.0, top_k=1) == [4, 5, 6, 7]
+    draws = [draw(Successor(), [0], 20, seed=seed, temperature=2.0) for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_the_model_sees_at_most_its_context() -> None:
+    model = Successor(vocab_size=3)
+    TextSampler("", [1, 2, 0], (), 3, 4, 0, None).sample(model, CPU)
+    assert [len(window) for window in model.windows] == [3, 4, 4]
+    assert model.windows[2][:3] == model.windows[1][1:]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_model_whose_logits_are_not_finite_writes_something(value: float) -> None:
+    class Overflowing(Successor):
+        def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(super().forward(tokens_BS), value)
+
+    for temperature in (0.0, 0.01, 0.8):
+        drawn = draw(Overflowing(), [3], 4, temperature=temperature)
+        assert len(drawn) == 4 and set(drawn) <= set(range(10))
+
+
+class Chosen(nn.Module):
+    """Model whose next token has these probabilities."""
+
+    def __init__(self, probabilities: list[float]) -> None:
+        super().__init__()
+        self.logits_V = torch.tensor(probabilities).log()
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        return self.logits_V.expand(*tokens_BS.shape, -1)
+
+
+@pytest.mark.parametrize(
+    ("options", "drawn"),
+    [
+        ({"top_k": 0}, {0, 1, 2, 3}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 0, "top_p": 0.0}, {0}),
+        ({"top_k": 0, "top_p": 0.5}, {0}),
+        ({"top_k": 0, "top_p": 0.81}, {0, 1, 2}),
+        ({"top_k": 2, "top_p": 0.9}, {0, 1}),
+    ],
+)
+def test_tokens_are_drawn_among_the_likeliest_as_transformers_do(options: dict[str, Any], drawn: set[int]) -> None:
+    probabilities = [0.5, 0.3, 0.15, 0.05]
+    assert set(draw(Chosen(probabilities), [0], 300, temperature=1.0, **options)) == drawn
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    logits_BV = torch.tensor([probabilities]).log()
+    if options.get("top_k"):
+        logits_BV = warpers.TopKLogitsWarper(options["top_k"])(None, logits_BV)
+    if options.get("top_p"):
+        logits_BV = warpers.TopPLogitsWarper(options["top_p"])(None, logits_BV)
+        assert {token for token in range(4) if logits_BV[0, token].isfinite()} == drawn
+
+
+FLAGS = ["model_variant=tiny", "vocab_size=512", "use_dummy_dataset=true", "sample_tokens=4", "seq_length=8"]
+
+
+def sampler_of(tmp_path: Path, *flags: str) -> TextSampler:
+    train_tokenizer(["a few words"], 270).save(tmp_path)
+    config = load_train_config([*FLAGS, f"tokenizer_path={tmp_path}", *flags])
+    sampler = open_sampler(config, Processes(0, 1, 0, 1, CPU))
+    assert sampler is not None
+    return sampler
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt", "ends"),
+    [
+        (["sample_prompt=a"], [65], (0,)),
+        (["sample_prompt=a", "bos_token=5", "sep_token=7"], [5, 65], (7,)),
+        (["sample_prompt=", "sep_token=7"], [7], (7,)),
+        (["sample_prompt=a<|endoftext|>a"], [65, 0, 65], (0,)),
+        (["sample_prompt=<|endoftext|>a", "bos_token=0"], [0, 65], (0,)),
+        (["sample_prompt=a", "bos_token=none", "sep_token=none"], [65], (0,)),
+    ],
+)
+def test_a_prompt_begins_as_in_training_and_its_text_ends_at_the_end_of_the_text(
+    tmp_path: Path, flags: list[str], prompt: list[int], ends: tuple[int, ...]
+) -> None:
+    sampler = sampler_of(tmp_path, *flags)
+    assert (sampler.prompt_tokens, sampler.ends) == (prompt, ends)
+    (tmp_path / "tokenizer.json").unlink()  # which is needed at the start alone
+    assert isinstance(sampler.sample(Successor(vocab_size=512), CPU), str)
+
+
+def test_a_model_with_fewer_rows_than_the_tokenizer_has_entries_is_refused_with_the_number_it_needs(
+    tmp_path: Path,
+) -> None:
+    for flags, source in (([], "the beginning of generated text"), (["sample_prompt=a"], "--sample_prompt")):
+        with pytest.raises(ConfigError, match=f"^{source} gives token .*the model has 512 rows"):
+            sampler_of(tmp_path, *flags, "bos_token=700")
+    tokenizer = train_tokenizer(["a few words"], 270)
+    with pytest.raises(ConfigError, match="the model has 260 rows"):
+        check_prompt("--prompt", [265], tokenizer, 260, 8)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path) -> None:
+    flags = ["sample_prompt=abcdefghi", "bos_token=5"]
+    with pytest.raises(ConfigError, match="--sample_prompt gives 10 tokens, and the model has a context of 8"):
+        sampler_of(tmp_path, *flags)

@@ -26,7 +26,7 @@ REPORT = {
 }
 
 
-def test_what_is_wrong_and_the_users_own_metrics_come_first_and_rates_are_of_all_devices() -> None:
+def test_problems_and_user_defined_metrics_come_first_and_rates_are_of_all_devices() -> None:
     own = {"skipped_updates": 2, "custom/mine": 0.25}
     assert summary(REPORT | own, 80, devices=8).startswith("loss 3.2500  2 updates skipped  mine 0.25  98,765 tok/s  ")
     more = summary(REPORT | {"mfu": None, "z_loss": 0.0123}, 80, devices=1, shows_step_time=True)
@@ -61,9 +61,7 @@ def test_the_live_line_is_redrawn_and_messages_stay_above_it(capsys: pytest.Capt
     assert all(text.count(f"{line}\n") == 1 for line in capsys.readouterr().out.splitlines())  # they stay above it
 
 
-def test_the_live_line_advances_with_each_step_but_is_drawn_ten_times_a_second_at_most(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_live_line_advances_with_each_step_at_ten_frames_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, now = io.StringIO(), [0.0]
     monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     console = Console(file=screen, force_terminal=True, width=120)
@@ -77,9 +75,7 @@ def test_the_live_line_advances_with_each_step_but_is_drawn_ten_times_a_second_a
 
 
 @pytest.mark.parametrize("name", [None, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"])
-def test_auto_is_live_on_a_terminal_but_for_those_that_open_mpi_makes(
-    name: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_live_on_a_terminal_but_not_of_open_mpi(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(choose_display("auto", 10, 1), PlainLines)  # without a terminal
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     if name is not None:

@@ -2,11 +2,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pretraining.distributed.processes import Processes
+from pretraining.observability.environment import (
+    ENVIRONMENT_FILE,
+    _git_state,
+    record_environment,
+)
 from pretraining.observability.events import EVENTS_FILE, Events
 
 
@@ -40,9 +48,7 @@ def test_a_later_start_appends_whatever_step_it_begins_with_and_ends_a_piece_of_
     assert piece == '{"step": 3, "ti' and json.loads(last)["step"] == 2
 
 
-def test_row_35_a_flipped_bit_changes_no_start_and_no_other_byte(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_row_35_a_flipped_bit_changes_no_start_or_other_byte(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened(tmp_path).add("start", 0)
     content = file_of(tmp_path).read_bytes()
     for at in range(8 * len(content)):
@@ -57,9 +63,7 @@ def test_row_35_a_flipped_bit_changes_no_start_and_no_other_byte(
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "not writable", "a full disk"])
-def test_a_place_that_cannot_be_written_is_one_warning(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_place_is_one_warning(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "logs").mkdir()
     if kind == "a pipe":
         os.mkfifo(file_of(tmp_path))
@@ -72,3 +76,66 @@ def test_a_place_that_cannot_be_written_is_one_warning(
         events.add("start", step)
     assert len(caplog.messages) == 1 and str(file_of(tmp_path)) in caplog.messages[0]
     events.close()
+
+
+ALONE = Processes(0, 1, 0, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+def records_of(run: Path) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = json.loads((run / "logs" / ENVIRONMENT_FILE).read_text())
+    return records
+
+
+@pytest.mark.usefixtures("single_process")
+def test_each_start_adds_a_record_of_what_it_ran_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["main_training.py", "--api_key=a-secret"])
+    record_environment(run, 0, "single", ALONE)
+    record_environment(run, 40, "torchrun", ALONE)
+    first, second = records_of(run)
+    assert (first["step"], second["step"], second["launcher"], second["processes"]) == (0, 40, "torchrun", 1)
+    assert first["packages"]["torch"] == torch.__version__ and "numpy" in first["packages"]
+    assert [rank["threads"] for rank in first["ranks"]] == [torch.get_num_threads()] and first["time"].endswith("Z")
+    assert "a-secret" not in json.dumps(first)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_start_needs_no_git_no_folder_and_no_sound_file(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (run / "gone").mkdir()
+    monkeypatch.chdir(run / "gone")
+    (run / "gone").rmdir()
+    monkeypatch.setenv("PATH", "")
+    record_environment(run, 3, "single", ALONE)
+    assert [record["git"] for record in records_of(run)] == [None]
+    path = run / "logs" / ENVIRONMENT_FILE
+    for content in (b"[{]", b"3", b"[" * 100_000, b"\xff"):  # a damaged file stays
+        path.write_bytes(content)
+        record_environment(run, 4, "single", ALONE)
+        assert path.read_bytes() == content
+    path.unlink()
+    os.mkfifo(path)
+    record_environment(run, 4, "single", ALONE)
+    assert [ENVIRONMENT_FILE in message for message in caplog.messages] == [True] * 5
+
+
+def test_the_commit_is_that_of_this_code_and_changed_files_are_dirt(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    (tmp_path / "runs").mkdir()
+    assert _git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (tmp_path / "code.py").write_text("2")
+    assert _git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+    assert _git_state(tmp_path / "runs") is None  # another repository's folder is not this code

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -190,37 +190,34 @@ def test_what_is_no_number_is_null(loss: float, skipped: tuple[int, ...], name: 
     assert recorder.logged[0][1][name] is None
 
 
-def test_a_metric_that_is_not_finite_stays_behind_at_a_resume_and_without_any_nothing_is_reported() -> None:
-    kept = observe([1.0], every=2, custom=True).observer.collector.state_dict()
-    kept["custom"]["mine"][0] = None
-    recorder = observe([3.0], every=2, done=1, kept=kept, custom=True)
-    assert recorder.reports[0]["custom/mine"] == 1.5
-    recorder = observe([3.0], every=2, done=1, kept=kept)
-    assert not [name for name in recorder.logged[0][1] if "custom" in name]
+OF_AN_EARLIER_VERSION = {"steps": 1, "loss_sum": 10.0, "z_loss_sum": 0.0, "valid_tokens": 10, "skipped_updates": 0}
+SCORE = {"scores": [f"{__name__}:Mine"]}
+# what the first and the second start measure, what the sums become between them, a name in the report, and its value
+RESUMES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[dict[str, Any]], Any], str, float | None]] = {
+    "of an earlier version, without datasets": ({}, {}, lambda kept: OF_AN_EARLIER_VERSION, "loss/web", 3.0),
+    "a metric that is not finite": (
+        {"custom": True},
+        {"custom": True},
+        lambda kept: kept | {"custom": {"mine": [None, 4]}},
+        "custom/mine",
+        1.5,
+    ),
+    "a metric that is measured no more": ({"custom": True}, {}, dict, "custom/mine", None),
+    "the same score": (SCORE, SCORE, dict, "custom/Mine", 6.0),
+    "a new score": ({}, SCORE, dict, "custom/Mine", 3.0),
+    "a score that is measured no more": (SCORE, {}, dict, "custom/Mine", None),
+}
 
 
-def test_a_save_before_the_first_step_of_a_resume_keeps_the_sums() -> None:
-    kept = observe([1.0], every=2, custom=True).observer.collector.state_dict()
-    assert observe([], every=2, done=1, kept=kept).observer.collector.state_dict() == kept
+@pytest.mark.parametrize("case", RESUMES)
+def test_sums_continue_after_a_resume_if_the_same_is_measured(case: str) -> None:
+    first, second, become, name, value = RESUMES[case]
+    kept = json.loads(json.dumps(observe([1.0], every=2, **first).observer.collector.state_dict()))
+    before_a_step = observe([], every=2, done=1, kept=kept, **first).observer.collector
+    assert before_a_step.state_dict() == kept  # saved before the first step of the resume
+    (report,) = observe([3.0], every=2, done=1, kept=become(kept), **second).reports
+    assert report["loss"] == 2.0 and report.get(name) == value
     assert observe([], every=2).observer.collector.state_dict() == {}
-
-
-def test_sums_of_an_earlier_version_are_taken_without_datasets() -> None:
-    kept = {"steps": 1, "loss_sum": 10.0, "z_loss_sum": 0.0, "valid_tokens": 10, "skipped_updates": 0}
-    recorder = observe([3.0], every=2, done=1, kept=kept)
-    (report,) = recorder.reports
-    assert [report[name] for name in ("loss", "loss/web", "loss/code")] == [2.0, 3.0, 3.0]
-
-
-@pytest.mark.parametrize(("before", "after", "expected"), [(1, 1, 6.0), (0, 1, 3.0), (1, 0, None)])
-def test_sums_of_scores_go_on_after_a_resume_if_the_same_are_measured(
-    before: int, after: int, expected: float | None
-) -> None:
-    own = [f"{__name__}:Mine"]
-    kept = json.loads(json.dumps(observe([1.0], every=2, scores=own[:before]).observer.collector.state_dict()))
-    recorder = observe([1.0], every=2, done=1, kept=kept, scores=own[:after])
-    (report,) = recorder.reports
-    assert (report["loss"], report["token_accuracy"]) == (1.0, 0.5) and report.get("custom/Mine") == expected
 
 
 def test_rates_mfu_and_time_left_follow_from_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,3 +251,42 @@ def test_an_evaluation_is_shown_and_kept(caplog: pytest.LogCaptureFixture) -> No
     logged = {"tokens_seen": 70, "evaluation_loss": 2.0, "evaluation_loss/web": None}
     assert recorder.logged[-1] == (7, logged)
     assert caplog.messages[-2:] == ["step 7  one", "step 7  two"]
+
+
+class Clock:
+    """A clock that only moves on request."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> float:
+        self.now += seconds
+        return self.now
+
+
+def test_a_lap_is_training_less_what_activities_took_and_with_the_wait_for_data() -> None:
+    clock = Clock()
+    stopwatch = Stopwatch(clock)
+    clock.now += 3
+    with stopwatch.measure("evaluation"):
+        clock.now += 5
+    with stopwatch.measure("data"):
+        clock.now += 2
+    training, spent = stopwatch.lap()
+    assert training == 5
+    assert spent == {"evaluation": 5, "data": 2}
+    clock.now += 4
+    assert stopwatch.lap() == (4, {})
+    assert stopwatch.overall_training_seconds == 9
+    assert stopwatch.elapsed == 14
+    with stopwatch.measure("setup"):
+        clock.now += 50
+    stopwatch.restart()
+    clock.now += 2
+    assert stopwatch.lap() == (2, {}) and stopwatch.overall_training_seconds == 11 and stopwatch.elapsed == 66
+    for _ in stopwatch.watch((clock.wait(1) for _ in range(3)), "data"):
+        clock.wait(10)
+    assert stopwatch.lap() == (33, {"data": 3})

@@ -25,7 +25,7 @@ from pretraining.observability.stragglers import StragglerWatch, find_stragglers
         ([0.0, 0.9], 100, {1: 0.01}),
     ],
 )
-def test_a_process_is_named_whose_share_of_work_stands_out(
+def test_a_process_with_more_work_than_others_is_named(
     shares: list[float], samples: int, named: dict[int, float]
 ) -> None:
     found = find_stragglers(shares, samples, factor=1.5)
@@ -58,9 +58,7 @@ def test_a_report_names_rank_machine_factor_and_what_it_did(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("factor", "processes"), [(None, 2), (1.5, 1)])
-def test_where_nobody_is_to_be_named_nobody_looks(
-    factor: float | None, processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_sampling_without_need(factor: float | None, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = watch(factor, monkeypatch, [[1, 1, 1]] * (processes - 1))
     looked.start()
     assert not looked._thread.is_alive() and looked.report(1.0) == []

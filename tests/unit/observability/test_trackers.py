@@ -34,7 +34,7 @@ def metrics_in(folder: Path, restored_step: int) -> Sink:
     return JsonLines(TrackedRun(TrainConfig(), "run", folder, restored_step)).sink()
 
 
-def test_a_resumed_run_drops_what_it_is_about_to_report_again_and_a_new_one_all(
+def test_a_resumed_run_drops_the_lines_that_it_repeats_and_a_new_one_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.time", lambda: 1e9)
@@ -56,9 +56,7 @@ def test_a_resumed_run_drops_what_it_is_about_to_report_again_and_a_new_one_all(
 
 
 @pytest.mark.parametrize(("is_pending", "kept"), [(True, [10, 10, 20]), (False, [10, 10, 20, 20])])
-def test_a_run_that_repeats_its_last_evaluation_drops_the_line_of_it(
-    is_pending: bool, kept: list[int], tmp_path: Path
-) -> None:
+def test_a_repeated_evaluation_drops_its_earlier_line(is_pending: bool, kept: list[int], tmp_path: Path) -> None:
     first = metrics_in(tmp_path, 0)
     for step in (10, 20):
         first.log(step, {"loss": 1.0})
@@ -94,7 +92,7 @@ class Service:
         pass
 
 
-def test_a_tracker_of_the_users_own_gets_settings_name_and_the_id_that_checkpoints_keep(tmp_path: Path) -> None:
+def test_a_user_defined_tracker_gets_settings_name_and_the_id_of_the_checkpoint(tmp_path: Path) -> None:
     first = open_trackers(config_of(tmp_path / "mine", OWN), 0, {})
     assert first.state_dict() == {OWN: "id-of-mine"}
     without = open_trackers(config_of(tmp_path / "mine", "tensorboard"), 7, first.state_dict() | {"damaged": 3})
@@ -118,10 +116,13 @@ def test_jsonl_is_metrics_jsonl_in_the_trackers_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["no.such:Thing", "wandb", "mlflow"])
 def test_a_tracker_that_cannot_be_found_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, path = threading.active_count(), tmp_path / "packages"
     for package in ("wandb", "mlflow"):
-        monkeypatch.setitem(sys.modules, package, None)
-    before = threading.active_count()
-    with pytest.raises(ConfigError) as error:
+        (path / package).mkdir(parents=True)  # an empty folder of its name is no package
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.setattr(sys, "path", [str(path), *(each for each in sys.path if "site-packages" not in each)])
+    words = f"needs the `{name}` package: pip install" if "." not in name else ""
+    with pytest.raises(ConfigError, match=words or None) as error:
         open_trackers(config_of(tmp_path, name), 0, {})
     assert error.value.settings == ("tracker",) and threading.active_count() <= before
 
@@ -233,7 +234,7 @@ def test_a_slow_tracker_is_waited_for_by_its_thread_alone_and_its_queue_has_an_e
     assert len(slow.threads) == 1 and threading.get_ident() not in slow.threads
 
 
-def test_a_tracker_that_hangs_holds_neither_the_start_nor_the_end(
+def test_a_hanging_tracker_delays_no_start_or_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers_module, "START_SECONDS", 0.01)
@@ -257,7 +258,7 @@ def test_a_tracker_that_hangs_holds_neither_the_start_nor_the_end(
 
 
 @pytest.mark.parametrize("error", [ConnectionError(), TimeoutError(), KeyError()])
-def test_a_service_that_cannot_be_reached_at_the_start_refuses_no_run_and_a_mistake_does(
+def test_a_service_that_is_away_at_the_start_refuses_no_run_and_a_mistake_does(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(self: Service, run: TrackedRun) -> None:
@@ -278,7 +279,7 @@ def test_a_service_that_cannot_be_reached_at_the_start_refuses_no_run_and_a_mist
 # Damage
 
 
-def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_resume(
+def test_a_flipped_bit_of_the_metrics_costs_its_line_and_no_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / METRICS_FILE
@@ -297,9 +298,7 @@ def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_res
         assert all(message == f"{path}: 1 damaged line left out." for message in caplog.messages)
 
 
-def test_tensorboard_gets_known_numbers_and_settings_and_a_later_start_hides_what_it_reports_again(
-    tmp_path: Path,
-) -> None:
+def test_tensorboard_gets_numbers_and_settings_and_shows_a_repeated_step_once(tmp_path: Path) -> None:
     for restored_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         trackers = open_trackers(config_of(tmp_path, "tensorboard"), restored_step, {})
         for step in steps:

@@ -59,17 +59,13 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
     return code
 
 
-@pytest.mark.parametrize(("outcome", "code"), [(None, 0), (SignalException("stop", signal.SIGQUIT), 131)])
 def test_elastic_jobs_publish_the_address_of_their_store_in_each_rendezvous(
-    outcome: BaseException | None, code: int, torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
+    torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for nodes, default, shares in (
-        *((["--nnodes=1:2"], "1", "1"), (["--nnodes", "1:2"], "1", "1"), ([], "1:2", "1")),
-        *((["--nnodes=2"], "1", None), ([], "1", None)),
-    ):
+    for nodes, default, shares in ((["--nnodes=1:2"], "1", "1"), ([], "1:2", "1"), (["--nnodes=2"], "1", None)):
         monkeypatch.setenv("PET_NNODES", default)
-        assert run(torchrun, monkeypatch, outcome, *nodes) == code
-        assert os.environ.get(SHARES_STORE) == shares
+        assert run(torchrun, monkeypatch, None, *nodes) == 0 and os.environ.get(SHARES_STORE) == shares
+    assert run(torchrun, monkeypatch, SignalException("stop", signal.SIGQUIT)) == 131
 
 
 @pytest.mark.parametrize(
@@ -85,26 +81,21 @@ def test_the_first_failure_decides_the_exit_code_of_the_job(
     assert run(torchrun, monkeypatch, failed(*workers)) == code
 
 
-@pytest.mark.parametrize("is_repeated", [True, False])
 def test_the_error_of_one_rank_is_the_last_line(
-    is_repeated: bool,
-    torchrun: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    torchrun: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a worker leaves it for torchrun, whose table has the same text."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    error = DataError("is damaged", path="x.arrow")
-    error.rank = 1 if is_repeated else None
-    with pytest.raises(SystemExit):
-        _exit_with(error)
-    text = "error: rank 1: x.arrow: is damaged" if is_repeated else "error: x.arrow: is damaged"
-    assert capsys.readouterr().err == f"{text}\n"
-    failure = ProcessFailure(local_rank=1, pid=100, exitcode=1, error_file=str(tmp_path / "error.json"))
-    assert text in str(failure.message) and failure.timestamp > 1_700_000_000
-    assert run(torchrun, monkeypatch, ChildFailedError("main_training.py", {5: failure})) == 1
-    assert capsys.readouterr().err == (f"{text}\n" if is_repeated else "")
+    for rank, text in ((1, "error: rank 1: x.arrow: is damaged\n"), (None, "error: x.arrow: is damaged\n")):
+        error = DataError("is damaged", path="x.arrow")
+        error.rank = rank
+        with pytest.raises(SystemExit):
+            _exit_with(error)
+        assert capsys.readouterr().err == text
+        failure = ProcessFailure(local_rank=1, pid=100, exitcode=1, error_file=str(tmp_path / "error.json"))
+        assert text.strip() in str(failure.message) and failure.timestamp > 1_700_000_000
+        assert run(torchrun, monkeypatch, ChildFailedError("main_training.py", {5: failure})) == 1
+        assert capsys.readouterr().err == (text if rank else "")
 
 
 @pytest.mark.parametrize(

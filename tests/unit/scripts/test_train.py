@@ -1,4 +1,4 @@
-"""train.sh: what its block does, and which processes it starts."""
+"""train.sh: what its block does and which processes it starts; train_mpi.sh and the Kubernetes manifest beside it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,34 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from helpers import run_command
+import yaml
+from helpers import ROOT, run_command
 from stand_in import WHOLE_BLOCK, StandIn
 from tiers import first_quick
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import values_of
 from pretraining.config.training import OptimizerConfig
+from pretraining.errors import Interrupted, Preempted
+
+STAMP = ".pretraining-setup"
+
+
+@pytest.fixture(scope="session")
+def stamp(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return what setup.sh writes into an environment that is ready, with {root} for the repository."""
+    made = StandIn(tmp_path_factory.mktemp("set_up"))
+    run_command(["bash", made.root / "scripts" / "setup.sh"], made.variables())
+    return (made.environment / STAMP).read_text().replace(str(made.root), "{root}")
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, stamp: str) -> StandIn:
+    """Make a repository whose environment is ready, so that its scripts install nothing."""
+    made = StandIn(tmp_path)
+    (made.environment / STAMP).write_text(stamp.replace("{root}", str(made.root)))
+    return made
+
 
 CHOICE = "--use_dummy_dataset=true"
 
@@ -87,17 +108,7 @@ ELASTIC = {**MACHINES, "NNODES": "1:4", "JOB_ID": "seven"}
             },
             "--nnodes=2 --node-rank=1 --master-addr=pod-0 --master-port=23456 --nproc-per-node=2 --max-restarts=0",
         ),
-        (
-            {
-                **{"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "2", "PET_RDZV_ENDPOINT": "pod-0:23456"},
-                **{"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ID": "seven", "PET_MAX_RESTARTS": "9"},
-            },
-            "--nnodes=1:4 --rdzv-backend=c10d --rdzv-id=seven --rdzv-endpoint=pod-0:23456 --nproc-per-node=2 "
-            "--max-restarts=9",
-        ),
         ({"NPROC": "2", "NNODES": "1", "PET_NNODES": "2"}, "--standalone --nproc-per-node=2 --max-restarts=0"),
-        ({"NPROC": "1", "PET_NNODES": "1", "PET_NODE_RANK": "0"}, ""),
-        ({"NPROC": "2", "NNODES": "1", "WORLD_SIZE": "2"}, "--standalone --nproc-per-node=2 --max-restarts=0"),
         quick=6,
     ),
 )
@@ -115,10 +126,8 @@ ALONE = "(?s)WORLD_SIZE=2.*would train alone.*NNODES=<machines>"
     ("variables", "said"),
     [
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
-        ({"NNODES": "2", "MASTER_ADDR": "node01"}, "NODE_RANK"),
         ({"NNODES": "1:4"}, "MASTER_ADDR"),
         ({**OF_PLATFORM, "NPROC": "2"}, ALONE),
-        ({**OF_PLATFORM, "NPROC": "1", "MAX_RESTARTS": "2"}, ALONE),
     ],
 )
 def test_machines_that_would_not_meet_are_refused(stand_in: StandIn, variables: dict[str, str], said: str) -> None:
@@ -162,3 +171,88 @@ STEP = {
 def test_a_task_per_node_is_a_machine_of_the_job(stand_in: StandIn, variables: dict[str, str], start: str) -> None:
     train(stand_in, CHOICE, variables={**STEP, **variables})
     assert stand_in.calls()[0].startswith(start)
+
+
+# train_mpi.sh speaks the dialect of the mpirun it finds, and says where rank 0 is
+
+MPIRUN = """#!/usr/bin/env bash
+if [[ $* == --version ]]; then
+    echo "{version}"
+else
+    echo "$*"
+fi
+"""
+OPEN_MPI = "mpirun (Open MPI) 4.1.4"
+HYDRA = "HYDRA build details:"
+
+
+def train_mpi(stand_in: StandIn, version: str, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    stand_in.add_program("mpirun", MPIRUN.format(version=version))
+    command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train_mpi.sh", "--flag=1"]
+    return run_command(command, stand_in.variables(**variables), cwd=stand_in.root)
+
+
+@pytest.mark.parametrize(
+    ("version", "hosts", "variables", "options"),
+    [
+        (OPEN_MPI, "", {}, "-n 2 --bind-to none -x PATH"),
+        (OPEN_MPI, "node07 slots=8\nnode08 slots=8", {}, "--hostfile hosts -x MASTER_ADDR=node07 -x MASTER_PORT=29500"),
+        (HYDRA, "# two\n\n  node07:8\n", {}, "-f hosts -genv MASTER_ADDR node07 -genv MASTER_PORT 29500"),
+        (OPEN_MPI, "node07", {"MASTER_ADDR": "10.0.0.7"}, "-x MASTER_ADDR=10.0.0.7 -x MASTER_PORT=29500"),
+    ],
+)
+def test_rank_0_is_on_the_first_host_by_default(
+    stand_in: StandIn, version: str, hosts: str, variables: dict[str, str], options: str
+) -> None:
+    (stand_in.root / "hosts").write_text(hosts)
+    done = train_mpi(stand_in, version, {"NPROC": "2", "HOSTFILE": "hosts" if hosts else "", **variables})
+    assert done.stdout.endswith(f"{options} python {stand_in.root}/main_training.py --flag=1\n")
+
+
+# kubernetes/jobset.yaml fits train.sh, the settings and the exit codes; no cluster has run it
+
+MANIFEST = yaml.safe_load((ROOT / "scripts/kubernetes/jobset.yaml").read_text())
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+[REPLICATED] = MANIFEST["spec"]["replicatedJobs"]
+JOB = REPLICATED["template"]["spec"]
+[CONTAINER] = JOB["template"]["spec"]["containers"]
+
+
+def test_the_pods_start_the_machines_of_one_job(stand_in: StandIn) -> None:
+    assert JOB["parallelism"] == JOB["completions"] == 2 and JOB["completionMode"] == "Indexed"
+    for index in range(2):
+        entries = CONTAINER["env"]  # Kubernetes fills in those without a value
+        assert all("value" in each or each["valueFrom"]["fieldRef"]["fieldPath"] == INDEX for each in entries)
+        variables = {each["name"]: each.get("value", str(index)) for each in entries} | {"NPROC": "8"}
+        command = ["bash", stand_in.root / "scripts" / "train.sh", *CONTAINER["args"]]
+        run_command(command, stand_in.variables(**variables))
+        name = MANIFEST["metadata"]["name"]
+        address = f"--master-addr={name}-{REPLICATED['name']}-0-0.{name} --master-port=29500"
+        program = f"{stand_in.root}/main_training.py {' '.join(CONTAINER['args'])}"
+        start = f"torchrun --nnodes=2 --node-rank={index} {address} --nproc-per-node=8 --max-restarts=0 {program}"
+        assert stand_in.calls()[index:] == [start]
+
+
+def test_its_flags_are_settings_of_training_with_paths_on_the_shared_volume() -> None:
+    config = load_train_config([flag.removeprefix("--") for flag in CONTAINER["args"]])
+    [volume] = (each for each in CONTAINER["volumeMounts"] if each["name"] == "shared")
+    for path in (config.data.data_path, config.checkpoint.ckpt_save_path):
+        assert path is not None and Path(path).is_relative_to(volume["mountPath"])
+
+
+def test_preempted_pods_restart_without_limit_and_failed_pods_up_to_a_limit() -> None:
+    by_code, by_condition = JOB["podFailurePolicy"]["rules"]
+    codes = by_code["onExitCodes"]
+    assert codes["values"] == [Preempted.exit_code] != [Interrupted.exit_code]
+    assert codes["containerName"] == CONTAINER["name"] and by_code["action"] == by_condition["action"] == "FailJob"
+    policy = MANIFEST["spec"]["failurePolicy"]
+    [rule] = policy["rules"]
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]  # of the job, by either rule above
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts" and policy["maxRestarts"] > 0
+    assert JOB["backoffLimit"] == 0 and JOB["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_every_file_that_the_dockerfile_copies_exists() -> None:
+    lines = (ROOT / "scripts" / "Dockerfile").read_text().splitlines()
+    copied = [line.split()[1] for line in lines if line.startswith("COPY")]
+    assert len(copied) > 1 and all((ROOT / source).exists() for source in copied)

@@ -80,14 +80,12 @@ def test_the_checkpoint_folder_is_measured_by_a_save_and_left_unchanged(
         assert found["rows"]["room for checkpoints"]["verdict"] == verdict and found["code"] == (verdict == "bad")
 
 
-@pytest.mark.parametrize(("cores", "verdict"), [(0, "bad"), (2, "good")])
-def test_shared_cores_are_reported(
-    cores: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shared_cores_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(module, "usable_cores", lambda: cores)
     monkeypatch.setattr(cli, "set_threads", lambda *arguments: None)
-    assert examine(capsys, "--disk_path=none")["rows"]["cores"]["verdict"] == verdict
+    for cores, verdict in ((0, "bad"), (2, "good")):
+        monkeypatch.setattr(module, "usable_cores", lambda cores=cores: cores)
+        assert examine(capsys, "--disk_path=none")["rows"]["cores"]["verdict"] == verdict
 
 
 def test_emulated_bfloat16_and_a_low_share_of_the_peak_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +100,7 @@ def report(host: str, value: float, version: str = "2.13") -> RankReport:
     return RankReport(host, {"torch": version}, [Reading("copy", value, "GiB/s")])
 
 
-def test_a_slow_rank_is_named_with_its_machine_and_how_slow_it_is() -> None:
+def test_a_slow_rank_is_named_with_its_machine_and_different_versions_are_reported() -> None:
     rows = list(module._judge([report("a", 10), report("b", 10), report("c", 5), report("d", 3)], 1.3))
     assert [(row.verdict, row.found.partition(":")[0]) for row in rows] == [
         *(("good", "7.5 GiB/s"), ("look at", "rank 2 on c"), ("bad", "rank 3 on d"))
@@ -110,8 +108,5 @@ def test_a_slow_rank_is_named_with_its_machine_and_how_slow_it_is() -> None:
     assert find_slow({0: 1.0}, 1.3) == find_slow({0: 10.0, 1: 9.0}, 1.3) == {}
     cores = [RankReport("a", {}, [Reading("cores", value, "cores")]) for value in (2.0, 8.0, 8.0)]
     assert [row.verdict for row in module._judge(cores, 1.3)] == ["good"]  # is no rate
-
-
-def test_different_versions_are_reported() -> None:
     (versions,) = module._same_versions([report("a", 1), report("b", 1, version="2.12")])
     assert (versions.verdict, versions.found) == ("bad", "2.13 on rank 0, 2.12 on rank 1")

@@ -1,4 +1,4 @@
-"""`pretrain export`: what comes out computes the same in transformers, holds what it should, and appears whole."""
+"""`pretrain export` computes the same in transformers and appears whole; `pretrain import` reads it back."""
 
 from __future__ import annotations
 
@@ -25,22 +25,26 @@ from unit.checkpoint.checkpoint_files import (
     write_manifest,
     write_sharded,
 )
+from unit.checkpoint.test_hf_import import sharded, single, weights
 
+from pretraining.api import load_model
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.forms import read_manifest
-from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST
+from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, shape_of
 from pretraining.checkpoint.reader import open_tensors, read_tensor
-from pretraining.config.recipes import dump_config
-from pretraining.config.variants import LlamaShape
+from pretraining.config.recipes import dump_config, settings_in
+from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.launch.machine import MachineMemory
 from pretraining.model.hf import ORIGIN_FILE, parameter_shapes
-from pretraining.model.llama import Llama
-from pretraining.tools.commands import ExportConfig
+from pretraining.tools import import_weights as import_module
+from pretraining.tools.commands import ExportConfig, ImportConfig
 from pretraining.tools.export import export
+from pretraining.tools.import_weights import import_weights
+from pretraining.tools.verify import faults_of
 
-PLAIN = SHAPES["plain"]
+PLAIN, SHARD = SHAPES["plain"], "shard-00003-model-00002-of-00002.safetensors"
 
 
 def make_run(root: Path, shape: LlamaShape = PLAIN, *, full: bool = False, **data: Any) -> dict[str, torch.Tensor]:
@@ -55,15 +59,6 @@ def run_export(root: Path, **settings: Any) -> None:
     export(ExportConfig(**{"ckpt_load_path": str(root / "run"), "output_path": str(root / "out"), **settings}))
 
 
-def logits_of(tensors: dict[str, torch.Tensor], shape: LlamaShape, tokens: torch.Tensor) -> torch.Tensor:
-    model = Llama(shape)
-    parameters = {name: tensors[name] for name, _ in model.named_parameters()}
-    model.load_state_dict(parameters, strict=False)
-    with torch.no_grad():
-        logits: torch.Tensor = model(tokens)
-    return logits
-
-
 @pytest.mark.parametrize(
     ("shape", "full"), [*((shape, False) for shape in SHAPES.values()), (PLAIN, True)], ids=[*SHAPES, "full"]
 )
@@ -71,7 +66,7 @@ def test_transformers_compute_the_same_logits(
     tmp_path: Path, shape: LlamaShape, full: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    tensors = make_run(tmp_path / "run", shape, full=full)
+    make_run(tmp_path / "run", shape, full=full)
     run_export(tmp_path, dtype="float32", max_shard_size="6KB")
     model, information = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype="auto", output_loading_info=True
@@ -80,8 +75,8 @@ def test_transformers_compute_the_same_logits(
     assert model.dtype == torch.float32 and len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     tokens = torch.randint(shape.vocab_size, (2, 30), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        theirs = model(tokens).logits
-    torch.testing.assert_close(theirs, logits_of(tensors, shape, tokens), atol=1e-5, rtol=0)
+        theirs, ours = model(tokens).logits, load_model(tmp_path / "run")(tokens)
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
     assert "from_pretrained" in capsys.readouterr().out
 
 
@@ -99,6 +94,8 @@ def test_float32_keeps_every_bit_and_bfloat16_rounds_each_weight_in_files_as_lar
         assert torch.equal(files[file][name], tensors[name]) and torch.equal(rounded[name], tensors[name].bfloat16())
     assert index["metadata"]["total_size"] == 4 * index["metadata"]["total_parameters"]
     assert index["metadata"]["total_parameters"] == sum(map(torch.Tensor.numel, rounded.values()))
+    sizes = {"6KB": 6000, "1.5 mb": 1_500_000, "2GiB": 2**31}
+    assert {text: ExportConfig("r", "o", max_shard_size=text).max_shard_bytes for text in sizes} == sizes
     for name, dtype in (("exact", "float32"), ("out", "bfloat16")):
         assert exported_json(tmp_path / name, "config.json")["dtype"] == dtype
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
@@ -136,18 +133,10 @@ def test_the_tokenizer_goes_along_from_the_run_or_from_a_flag(tmp_path: Path) ->
             document = exported_json(folder, name)
             assert (document["bos_token_id"], document["eos_token_id"]) == tokens
         assert f"AutoTokenizer.from_pretrained('{folder.name}')" in (folder / "README.md").read_text()
-
-
-def test_rows_are_padded_with_the_end_of_text_unless_the_tokenizer_has_a_padding_token(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    path, shape = make_tokenizer(tmp_path, template=False), replace(PLAIN, vocab_size=300)
-    make_run(tmp_path / "run", shape, tokenizer_path=path)
-    run_export(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (tokenizer.pad_token_id, tokenizer.model_max_length) == (0, max(64, shape.max_position_embeddings))
-    assert exported_json(tmp_path / "out", "generation_config.json")["pad_token_id"] == 0
-    # transformers would not train the embedding of a padding token: the end of text must not be one.
-    assert exported_json(tmp_path / "out", "config.json")["pad_token_id"] is None
+        # Rows are padded with the end of text, but transformers would not train the embedding of a padding token.
+        assert tokenizer.pad_token_id == document["pad_token_id"] == tokens[1]
+        assert tokenizer.model_max_length == max(64, shape.max_position_embeddings)
+        assert exported_json(folder, "config.json")["pad_token_id"] is None
     make_tokenizer(tmp_path, template=False, pad_token="e", chat_template="{{ 1 }}")
     run_export(tmp_path, output_path=str(tmp_path / "own"))
     config = exported_json(tmp_path / "own", "tokenizer_config.json")
@@ -159,19 +148,16 @@ def test_a_token_that_the_tokenizer_puts_first_and_training_never_saw_is_warned_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_tokenizer(tmp_path)
-    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
-    library.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    library.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
-    shape = replace(PLAIN, vocab_size=300)
-    make_run(tmp_path / "run", shape, tokenizer_path=path)
-    make_run(tmp_path / "with_bos", shape, tokenizer_path=path, bos_token=0)
-    run_export(tmp_path)
-    (message,) = caplog.messages
-    assert "puts token 0 before every text, but the run had no bos_token" in message
-    run_export(tmp_path, ckpt_load_path=str(tmp_path / "with_bos"), output_path=str(tmp_path / "second"))
-    assert caplog.messages == [message]
+    library = tokenizers.Tokenizer.from_file(f"{path}/tokenizer.json")
+    begin = [("<|endoftext|>", 0)]
+    library.post_processor = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", special_tokens=begin)
+    library.save(f"{path}/tokenizer.json")
+    for number, bos_token in enumerate((None, 0)):
+        shape = replace(PLAIN, vocab_size=300)
+        make_run(tmp_path / f"run{number}", shape, tokenizer_path=path, bos_token=bos_token)
+        run_export(tmp_path, ckpt_load_path=str(tmp_path / f"run{number}"), output_path=str(tmp_path / f"out{number}"))
+        (message,) = caplog.messages
+        assert "puts token 0 before every text, but the run had no bos_token" in message
 
 
 def test_the_model_card_names_settings_data_and_losses(tmp_path: Path) -> None:
@@ -189,22 +175,14 @@ def test_the_model_card_names_settings_data_and_losses(tmp_path: Path) -> None:
         assert line in body.splitlines()
     assert ", 300 tokens in all\n" in body
     assert "/secret" not in body and "AutoTokenizer" not in body
-    weights = {name: tensor for name, tensor in tensors_of(PLAIN).items() if not name.startswith("optimizer.")}
-    write_sharded(tmp_path / "imported/checkpoints/step_0_ckp", weights, manifest_of(PLAIN, 0, data={}))
+    shape = replace(PLAIN, qk_norm="head", model_family="qwen3")
+    imported = tmp_path / "imported/checkpoints/step_0_ckp"
+    weights = {name: tensor for name, tensor in tensors_of(shape).items() if not name.startswith("optimizer.")}
+    write_sharded(imported, weights, manifest_of(shape, 0, data={}))
+    (imported / ORIGIN_FILE).write_text(json.dumps({"license": "apache-2.0", "base_model": "some/base"}))
     run_export(tmp_path, ckpt_load_path=str(tmp_path / "imported"))
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "- family: llama\n" in card and "license" not in card and "optimizer" not in card
-
-
-def test_the_model_card_says_family_base_model_and_license(tmp_path: Path) -> None:
-    shape = replace(PLAIN, qk_norm="head", model_family="qwen3")
-    run = tmp_path / "run/checkpoints/step_0_ckp"
-    weights = {name: tensor for name, tensor in tensors_of(shape).items() if not name.startswith("optimizer.")}
-    write_sharded(run, weights, manifest_of(shape, 0, data={}))
-    (run / ORIGIN_FILE).write_text(json.dumps({"license": "apache-2.0", "base_model": "some/base"}))
-    run_export(tmp_path)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert 'tags: ["qwen3"]\n' in card and "- family: qwen3\n" in card
+    assert 'tags: ["qwen3"]\n' in card and "- family: qwen3\n" in card and "optimizer" not in card
     assert "- license: apache-2.0\n- base model: some/base\n" in card
 
 
@@ -238,19 +216,6 @@ def test_the_full_form_is_a_checkpoint_with_the_same_tensors(
     assert "--ckpt_load_path=" in capsys.readouterr().out
 
 
-def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "pretraining")
-    make_run(tmp_path / "run")
-    next((tmp_path / "run/checkpoints/step_3_ckp").glob("*.safetensors")).unlink()
-    run_export(tmp_path, dtype="float32")
-    written, name = load_file(tmp_path / "out/model.safetensors"), "model.norm.weight"
-    assert torch.equal(written[name], tensors_of(PLAIN, seed=2)[name]) and "step_3_ckp" in caplog.text
-
-
-def flipped(folder: Path) -> None:
-    flip_byte(folder / "shard-00003-model-00002-of-00002.safetensors")
-
-
 def not_finite(folder: Path) -> None:
     weights = tensors_of(PLAIN)
     weights["model.norm.weight"][3] = -torch.inf
@@ -263,17 +228,16 @@ def of_another_model(folder: Path) -> None:
     write_manifest(folder, manifest_of(replace(PLAIN, num_hidden_layers=3)), files)
 
 
-@pytest.mark.parametrize("form", ["hf", "full"])
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "form", "said"),
     [
-        (flipped, "its checksum is"),
-        (not_finite, "model.norm.weight"),
-        (of_another_model, "model.layers.2."),
+        *((lambda folder: flip_byte(folder / SHARD), form, "its checksum is") for form in ("hf", "full")),
+        *((not_finite, form, "model.norm.weight") for form in ("hf", "full")),
+        (of_another_model, "hf", "model.layers.2."),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_left_behind(
-    tmp_path: Path, form: str, spoil: Callable[[Path], None], said: str
+    tmp_path: Path, spoil: Callable[[Path], None], form: str, said: str
 ) -> None:
     make_run(tmp_path / "run")
     spoil(tmp_path / "run/checkpoints/step_3_ckp")
@@ -299,19 +263,88 @@ def test_existing_files_are_never_replaced_and_unsuitable_sources_are_refused(
         with pytest.raises(CheckpointError):
             run_export(tmp_path, format=form, output_path=str(tmp_path / "large"))
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
-    (tmp_path / "none").mkdir()
-    for content in (None, "{}"):  # no checkpoint, and a Hugging Face folder
-        if content is not None:
-            (tmp_path / "none" / "config.json").write_text(content)
-        with pytest.raises(CheckpointError) as refusal:
-            run_export(tmp_path, ckpt_load_path=str(tmp_path / "none"), output_path=str(tmp_path / "b"))
-        assert str(tmp_path / "none") in str(refusal.value)
+    folder = tmp_path / "none"
+    for make in (folder.mkdir, (folder / "config.json").touch):  # no checkpoint, and a Hugging Face folder
+        make()
+        with pytest.raises(CheckpointError, match=re.escape(str(folder))):
+            run_export(tmp_path, ckpt_load_path=str(folder), output_path=str(tmp_path / "b"))
 
 
-def test_sizes_are_decimal_or_binary_as_written() -> None:
-    sizes = {"5GB": 5 * 10**9, "1.5 mb": 1_500_000, "2GiB": 2**31, "100": 100}
-    assert {text: ExportConfig("r", "o", max_shard_size=text).max_shard_bytes for text in sizes} == sizes
-    for text in ("much", "0GB", "-1GB", "5XB", "", "9" * 400 + "GB"):
-        with pytest.raises(ConfigError) as refusal:
-            _ = ExportConfig("run", "out", max_shard_size=text).max_shard_bytes
-        assert refusal.value.settings == ("max_shard_size",)
+# pretrain import: weights of Hugging Face become a run's checkpoint of step 0
+
+
+def run_import(root: Path) -> None:
+    import_weights(ImportConfig(str(root / "m"), str(root / "run")))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("layout", [single, sharded])
+def test_the_checkpoint_holds_the_weights_in_float32_and_has_no_faults(
+    tmp_path: Path, shape: LlamaShape, layout: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_module, "FILE_BYTES", 5000)
+    given = weights(shape, torch.bfloat16)
+    layout(tmp_path / "m", given, shape)
+    run_import(tmp_path)
+    folder = tmp_path / "run/checkpoints/step_0_ckp"
+    manifest = read_manifest(folder)
+    assert faults_of(folder) == [] and shape_of(manifest) == shape and len(manifest.files) > 2
+    assert resolve_shape(settings_in(manifest.config, "c").model) == shape
+    read = open_tensors(folder, manifest.files)
+    assert read.chunks.keys() == given.keys()
+    assert all(torch.equal(read_tensor(read, name), value.float()) for name, value in given.items())
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_0_ckp"]
+
+
+def test_a_run_with_checkpoints_is_left_alone_and_a_bad_folder_makes_none(tmp_path: Path) -> None:
+    weights_file = single(tmp_path / "m") / "model.safetensors"
+    run_import(tmp_path)
+    with pytest.raises(CheckpointError) as refusal:
+        run_import(tmp_path)
+    assert refusal.value.path == tmp_path / "run"
+    weights_file.unlink()
+    with pytest.raises(CheckpointError) as no_weights:
+        import_weights(ImportConfig(str(tmp_path / "m"), str(tmp_path / "other")))
+    assert no_weights.value.path == tmp_path / "m"
+    assert not (tmp_path / "other").exists()
+
+
+def exported(root: Path, name: str) -> tuple[dict[str, Any], str]:
+    export(ExportConfig(ckpt_load_path=str(root / "run"), output_path=str(root / name)))
+    return json.loads((root / name / "config.json").read_text()), (root / name / "README.md").read_text()
+
+
+@pytest.mark.parametrize("end", [7, [7, 8]])
+def test_an_export_keeps_context_and_tokens_of_the_imported_model_and_its_card_names_where_it_is_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int | list[int]
+) -> None:
+    folder = tmp_path / "snapshot"
+    train_tokenizer(["text"] * 5, 260).save(single(folder, shape=replace(SHAPES["plain"], vocab_size=260)))
+    document = json.loads((folder / "config.json").read_text())
+    changed = {"bos_token_id": 3, "eos_token_id": end, "max_position_embeddings": 77}
+    (folder / "config.json").write_text(json.dumps(document | changed))
+    (folder / "README.md").write_text("---\nlicense: llama3.2\nlanguage: [en]\n---\n# A llama\n")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: str(folder))
+    import_weights(ImportConfig("someone/llama", str(tmp_path / "run")))
+    manifest = read_manifest(tmp_path / "run/checkpoints/step_0_ckp")
+    assert settings_in(manifest.config, "c").data.tokenizer_path == str(folder)
+    config, card = exported(tmp_path, "out")
+    assert {name: config[name] for name in changed} == changed
+    assert card.startswith("---\n") and '\nlicense: "llama3.2"\nbase_model: "someone/llama"\n---\n' in card
+    (tmp_path / "run/imported.json").write_text("{")
+    with pytest.raises(CheckpointError) as damage:
+        exported(tmp_path, "damaged")
+    assert damage.value.path == tmp_path / "run/imported.json"
+
+
+@pytest.mark.parametrize("card", ["no header", "---\nlicense: [a]\n---\n", "---\n{\n---\n", None])
+def test_unknown_facts_of_an_imported_model_are_left_out(tmp_path: Path, card: str | None) -> None:
+    folder = single(tmp_path / "m")
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(document | {"bos_token_id": {"a": 1}, "eos_token_id": []}))
+    if card is not None:
+        (folder / "README.md").write_text(card)
+    run_import(tmp_path)
+    config, written = exported(tmp_path, "out")
+    assert config["bos_token_id"] is None and config["eos_token_id"] is None
+    assert "license:" not in written and "base_model:" not in written and str(tmp_path) not in written

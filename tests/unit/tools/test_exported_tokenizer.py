@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,8 @@ from training_runs import TINY
 
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
-from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
+from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
-from pretraining.files import with_checksum
 
 MODEL = [flag for flag in TINY if not flag.startswith("vocab_size")]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -26,7 +26,9 @@ def write_folder(folder: Path, config: dict[str, Any], files: dict[str, str]) ->
     (folder / "additional_chat_templates").mkdir(parents=True)
     library = tokenizers.Tokenizer.from_str(train_tokenizer(["some words of a text"] * 9, 270).definition.decode())
     library.add_special_tokens(list(SPECIAL.values()))
-    library.save(str(folder / "tokenizer.json"))
+    document = json.loads(library.to_str())
+    document["model"]["dropout"] = 0.5  # which is off in data and in exports
+    (folder / "tokenizer.json").write_text(json.dumps(document))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
     for name, content in files.items():
         (folder / name).write_text(content)
@@ -35,9 +37,11 @@ def write_folder(folder: Path, config: dict[str, Any], files: dict[str, str]) ->
 
 def exported_from(folder: Path, root: Path) -> Path:
     (root / "web.jsonl").write_text('{"text": "some words of a text"}\n' * 200)
-    main(["prepare", f"input_path={root / 'web.jsonl'}", f"output_path={root / 'data'}", f"tokenizer_path={folder}"])
-    flags = [f"data_path={root / 'data'}", "logical_shards=8", "num_steps=1", f"ckpt_save_path={root / 'run'}"]
-    main(["train", *MODEL, *flags])
+    with contextlib.chdir(root):
+        main(["prepare", "input_path=web.jsonl", "output_path=data", f"tokenizer_path={folder}"])
+        main(["train", *MODEL, "data_path=data", "logical_shards=8", "num_steps=1", "ckpt_save_path=run"])
+    tokenizer = load_config(root / "run" / "config.yaml").data.tokenizer_path
+    assert tokenizer == str(root / "data"), "as typed, it would be a name on the Hub elsewhere"
     main(["export", str(root / "run"), str(root / "out")])
     return root / "out"
 
@@ -70,69 +74,14 @@ def test_an_export_through_prepared_data_is_the_tokenizer_of_the_folder(
         assert getattr(after, f"{name}_id") == getattr(before, f"{name}_id") is not None
     for name, content in files.items():
         assert (tmp_path / "out" / name).read_text() == content
-
-
-def test_a_tokenizer_that_names_no_padding_gets_the_end_of_text_and_one_beyond_the_rows_too(tmp_path: Path) -> None:
-    load = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
-    named = {name: token for name, token in SPECIAL.items() if name != "pad_token"}
-    folder = write_folder(tmp_path / "given", {}, {"special_tokens_map.json": json.dumps(named)})
-    assert load(exported_from(folder, tmp_path)).pad_token == "</s>"
-    tokenizer = load_tokenizer(write_folder(tmp_path / "own", {}, {"special_tokens_map.json": json.dumps(SPECIAL)}))
-    (tmp_path / "other").mkdir()
-    tokenizer.with_settings(32, tokenizer.end_of_text).save(tmp_path / "other")
-    assert load(tmp_path / "other").pad_token == "</s>"
-
-
-def test_an_imported_model_hands_its_tokenizer_to_the_export(tmp_path: Path) -> None:
-    load = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
-    files = {"special_tokens_map.json": json.dumps(SPECIAL), "chat_template.jinja": "{{ messages }}"}
-    out = exported_from(write_folder(tmp_path / "given", {}, files), tmp_path)
-    main(["import", str(out), str(tmp_path / "imported")])
+    assert len({tuple(after("some words of a text")["input_ids"]) for _ in range(20)}) == 1
+    main(["import", str(tmp_path / "out"), str(tmp_path / "imported")])
     main(["export", str(tmp_path / "imported"), str(tmp_path / "again")])
     again = load(tmp_path / "again")
-    assert (again.special_tokens_map, again.chat_template) == (SPECIAL, "{{ messages }}")
+    assert (again.special_tokens_map, again.chat_template) == (SPECIAL, before.chat_template)
 
 
-def test_a_dropout_of_the_tokenizer_is_off_in_data_and_export(tmp_path: Path) -> None:
-    load = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
-    folder = write_folder(tmp_path / "given", SPECIAL, {})
-    document = json.loads((folder / "tokenizer.json").read_text())
-    document["model"]["dropout"] = 0.5
-    (folder / "tokenizer.json").write_text(json.dumps(document))
-    after = load(exported_from(folder, tmp_path))
-    assert len({tuple(after("some words of a text")["input_ids"]) for _ in range(20)}) == 1
-    (part,) = (tmp_path / "data/web").glob("*.arrow")
-    for encoder in ("tokenizers", "fastokens"):
-        again = [f"input_path={tmp_path / 'web.jsonl'}", f"output_path={tmp_path / encoder}", f"encoder={encoder}"]
-        if encoder == "fastokens":
-            pytest.importorskip("fastokens")
-        main(["prepare", *again, f"tokenizer_path={folder}"])
-        assert (tmp_path / encoder / "web" / part.name).read_bytes() == part.read_bytes()
-
-
-def test_a_local_folder_never_becomes_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name))
-    write_folder(tmp_path / "tok", SPECIAL, {})
-    (tmp_path / "web.jsonl").write_text('{"text": "some words of a text"}\n' * 200)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    main(["prepare", "input_path=web.jsonl", "output_path=data", "tokenizer_path=tok"])
-    flags = ["data_path=data", "logical_shards=8", "num_steps=2", "run_steps=1"]
-    given: list[list[str]] = [[], ["tokenizer_path=data"]]
-    for number, tokenizer in enumerate(given):
-        for _ in range(2):  # a second start finds the folder of the first
-            main(["train", *MODEL, *flags, *tokenizer, f"ckpt_save_path=run{number}.{{timestamp}}"])
-        (run,) = tmp_path.glob(f"run{number}.*")
-        assert load_config(run / "config.yaml").data.tokenizer_path == str(tmp_path / "data")
-        monkeypatch.chdir(tmp_path / "elsewhere")
-        main(["export", str(run), str(tmp_path / f"out{number}")])
-        assert (tmp_path / f"out{number}" / "tokenizer.json").exists()
-        monkeypatch.chdir(tmp_path)
-    assert asked == []
-
-
-def test_a_folder_that_an_earlier_version_recorded_as_typed_is_no_name_either(
+def test_a_folder_that_an_earlier_version_recorded_as_typed_is_no_name_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unit.tools.test_export import make_run
@@ -154,58 +103,33 @@ def with_begin(document: dict[str, Any], number: int, name: str = "<s>") -> None
     }
 
 
+def with_roberta(document: dict[str, Any]) -> None:
+    around = {"sep": ["</s>", 2], "cls": ["<s>", 0], "trim_offsets": True, "add_prefix_space": False}
+    document["post_processor"] = {"type": "RobertaProcessing", **around}
+
+
 @pytest.mark.parametrize(
-    ("number", "found"), [(128_000, "None"), (300, "None"), (5, "'%'")], ids=["outside", "between", "another"]
+    ("change", "place", "said"),
+    [
+        (lambda document: with_begin(document, 128_000), "given", "with the id 128000, which its vocabulary of 2"),
+        (lambda document: with_begin(document, 5), "root", "entries has as '%'"),
+        (lambda document: with_begin(document, 274, "<missing>"), "given", "correct or remove it"),
+        (with_roberta, "given", "correct or remove it"),
+    ],
 )
-@pytest.mark.parametrize("place", ["given", "root"])
-def test_a_begin_of_text_with_an_id_that_is_not_its_own_is_refused_by_prepare(
-    tmp_path: Path, number: int, found: str, place: str, capsys: pytest.CaptureFixture[str]
+def test_a_token_around_texts_with_an_id_that_is_not_its_own_is_refused_by_prepare(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], place: str, said: str
 ) -> None:
     folder = write_folder(tmp_path / place, SPECIAL, {})
     document = json.loads((folder / "tokenizer.json").read_text())
-    with_begin(document, number)
+    change(document)
     (folder / "tokenizer.json").write_text(json.dumps(document))
     (tmp_path / "web.jsonl").write_text('{"text": "some words"}\n')
     given = [f"tokenizer_path={folder}"] if place == "given" else []
     with pytest.raises(SystemExit) as ending:
         main(["prepare", f"input_path={tmp_path / 'web.jsonl'}", f"output_path={tmp_path / 'root'}", *given])
     error = ending.value.__context__
-    assert isinstance(error, DataError) and error.path == folder / "tokenizer.json"
-    assert f"puts '<s>' around texts with the id {number}, which its vocabulary of 2" in str(error)
-    assert f"entries has as {found}" in str(error)
-
-
-def roberta(document: dict[str, Any]) -> None:
-    document["post_processor"] = {
-        **{"type": "RobertaProcessing", "sep": ["</s>", 2], "cls": ["<s>", 0]},
-        **{"trim_offsets": True, "add_prefix_space": False},
-    }
-
-
-def test_other_forms_of_post_processors_are_checked_too(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "given", SPECIAL, {})
-    content = json.loads((folder / "tokenizer.json").read_text())
-    forms: list[Callable[[dict[str, Any]], None]] = [roberta, lambda document: with_begin(document, 274, "<missing>")]
-    for change in forms:
-        change(content)
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-        with pytest.raises(DataError, match="correct or remove it"):
-            load_tokenizer(folder).check_added_around()
-
-
-def test_another_chat_template_than_that_of_the_root_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "web.jsonl").write_text('{"text": "some words"}\n' * 9)
-    common = [f"output_path={tmp_path / 'data'}", f"input_path={tmp_path / 'web.jsonl'}"]
-    first = write_folder(tmp_path / "first", SPECIAL, {})
-    other = write_folder(tmp_path / "other", SPECIAL, {"chat_template.jinja": "{{ messages }}"})
-    third = write_folder(tmp_path / "third", SPECIAL, {"chat_template.jinja": "{{ messages[0] }}"})
-    main(["prepare", *common, f"tokenizer_path={first}"])
-    main(["prepare", *common, f"tokenizer_path={other}", "dataset=two"])  # a root of an earlier version lacks the file
-    assert load_tokenizer(tmp_path / "data").chat_template == "{{ messages }}"
-    main(["prepare", *common, f"tokenizer_path={first}", "dataset=without"])
-    with pytest.raises(SystemExit) as ending:
-        main(["prepare", *common, f"tokenizer_path={third}", "dataset=three"])
-    assert "has another chat template" in str(ending.value.__context__)
+    assert isinstance(error, DataError) and error.path == folder / "tokenizer.json" and said in str(error)
 
 
 def test_a_private_file_behind_a_link_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,26 +146,3 @@ def test_a_private_file_behind_a_link_is_not_exported(tmp_path: Path, capsys: py
         with pytest.raises(SystemExit) as ending:
             main([*command, f"--tokenizer_path={folder}"])
         assert "leads out of its folder" in str(ending.value.__context__)
-
-
-@pytest.mark.parametrize("command", [["sample", "--prompt=some"], ["inspect", "--text=true"]])
-def test_no_command_asks_the_hub_for_a_folder_that_an_earlier_version_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name))
-    write_folder(tmp_path / "tok", SPECIAL, {})
-    (tmp_path / "web.jsonl").write_text('{"text": "some words of a text"}\n' * 200)
-    monkeypatch.chdir(tmp_path)
-    main(["prepare", "input_path=web.jsonl", "output_path=data", "tokenizer_path=tok"])
-    main(["train", *MODEL, "data_path=data", "logical_shards=8", "num_steps=1", "ckpt_save_path=run"])
-    (manifest,) = (tmp_path / "run").glob("checkpoints/*/manifest.json")
-    document = json.loads(manifest.read_text())
-    document["config"] = document["config"].replace(f"tokenizer_path: {tmp_path}/data", "tokenizer_path: data")
-    assert "tokenizer_path: data\n" in document["config"]
-    manifest.write_text(json.dumps(with_checksum({name: document[name] for name in document if name != "checksum"})))
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    with pytest.raises(SystemExit):
-        main([command[0], str(tmp_path / "run"), *command[1:]])
-    assert asked == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,39 +11,31 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_command
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.checkpoint.checkpoint_files import (
-    SHAPES,
-    config_of,
-    manifest_of,
-    tensors_of,
-    write_sharded,
-)
+from unit.checkpoint.checkpoint_files import SHAPES, config_of, manifest_of, tensors_of, write_sharded
 
 from pretraining.api import load_model
-from pretraining.cli import main
 from pretraining.config.recipes import dump_config
 from pretraining.config.rules import check_config
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.evaluation.generation import CachedModel, stream_text
+from pretraining.launch.terminal import escape_controls
+from pretraining.model.hf import parameter_shapes
 from pretraining.tools.commands import ExportConfig, SampleConfig
 from pretraining.tools.export import export
 from pretraining.tools.sample import sample
 
-every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 WITH_TEXT = replace(SHAPES["plain"], vocab_size=300)
 TEXTS = ["some text to train on, and ä few ✓ signs"] * 20
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-pytestmark = pytest.mark.usefixtures("cpu")
 
 
 def make_run(root: Path, shape: LlamaShape, **data: Any) -> Path:
@@ -68,7 +62,7 @@ def greedy(path: Path, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-@every_shape
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_greedy_tokens_are_those_of_the_whole_model_and_of_transformers(
     tmp_path: Path, shape: LlamaShape, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,9 +87,6 @@ def test_a_cache_gives_the_models_logits_and_past_the_context_those_of_the_newes
         with torch.no_grad():
             expected = model(torch.tensor([tokens[length - window : length]]))[0, -1]
         torch.testing.assert_close(cached(tokens[:length]), expected, atol=1e-5, rtol=0)
-    with torch.no_grad():
-        expected = model(torch.tensor([tokens[16:20]]))[0, -1]
-    torch.testing.assert_close(CachedModel(model, 8, torch.device("cpu"))(tokens[:20]), expected, atol=1e-5, rtol=0)
 
 
 def make_tokenizer(root: Path) -> str:
@@ -111,6 +102,8 @@ def test_a_prompt_of_text_is_continued_with_text(tmp_path: Path, capsys: pytest.
     assert text.startswith("some ") and len(text) > 5
     assert printed(capsys, run, prompt="some ", max_new_tokens=20) == text
     assert printed(capsys, run, prompt="some ", max_new_tokens=20, seed=1) != text
+    likeliest = [printed(capsys, run, **{name: 0.0}) for name in ("temperature", "top_p")]
+    assert likeliest == [printed(capsys, run, top_k=1)] * 2 != [printed(capsys, run, top_k=0)] * 2
     assert printed(capsys, run, max_new_tokens=5)  # begins with what stands before a document
     export(ExportConfig(str(run), str(tmp_path / "exported"), dtype="float32"))
     capsys.readouterr()
@@ -176,37 +169,6 @@ def test_a_prompt_that_cannot_be_continued_is_refused(tmp_path: Path, capsys: py
         assert set(refusal.value.settings) == named
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path, WITH_TEXT, tokenizer_path=make_tokenizer(tmp_path))
-    context = 64
-    asked: tuple[dict[str, Any], ...] = ({"prompt": "\u00df" * context}, {"prompt_tokens": (1,) * (context + 1)})
-    for settings in asked:
-        with pytest.raises(ConfigError, match=rf"gives \d+ tokens, and the model has a context of {context}"):
-            printed(capsys, run, **settings)
-
-
-def test_special_tokens_in_a_prompt_are_ids_and_a_begin_of_text_is_not_doubled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = watched_prompts(monkeypatch)
-    run = make_run(tmp_path, WITH_TEXT, tokenizer_path=make_tokenizer(tmp_path), bos_token=0)
-    for prompt in ("some", "<|endoftext|>some", "some<|endoftext|>"):
-        printed(capsys, run, prompt=prompt)
-    some = TOKENIZER.encode("some")
-    assert prompts == [[0, *some], [0, *some], [0, *some, 0]]
-
-
-def test_top_p_and_no_limit_of_top_k_are_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = str(make_run(tmp_path, SHAPES["plain"]))
-    texts = set()
-    for flags in (["top_k=0"], ["top_p=0"], ["top_k=1"], ["temperature=0"]):
-        main(["sample", run, "prompt_tokens=1,5", "max_new_tokens=12", *flags])
-        texts.add(capsys.readouterr().out.splitlines()[-1])
-    assert len(texts) == 2  # all but the first always take the likeliest token
-
-
 TOKENIZER = train_tokenizer(TEXTS, 290)
 
 
@@ -219,5 +181,76 @@ def test_streamed_text_is_the_text_of_all_tokens(tokens: list[int], prompt_lengt
     assert TOKENIZER.decode(before) + streamed == TOKENIZER.decode(tokens)
 
 
-def test_a_character_is_printed_once_all_its_bytes_are_there() -> None:
-    assert list(stream_text(TOKENIZER.decode, [], TOKENIZER.encode("€"))) == ["€"]
+# pretrain export --format=gguf: the greedy text of llama.cpp is that of pretrain sample
+
+PROMPTS = ("some text", "and ä few ✓", "0123 !\n\n\t  signs")
+GREEDY = """
+import json, sys, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 64, 1, False
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+server = xllamacpp.Server(params)
+for prompt in json.loads(sys.argv[2]):
+    asked = {"prompt": prompt, "temperature": 0, "n_predict": 24, "return_tokens": True}
+    print("ANSWER", json.dumps(server.handle_completions(asked)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_llama_cpp_writes_the_same_text(shape: LlamaShape, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("xllamacpp", reason="needs the extra `slow`")
+    pytest.importorskip("gguf", reason="needs the extra `slow`")
+    tokenizer = make_tokenizer(tmp_path)
+    run = make_run(tmp_path, replace(shape, vocab_size=300), tokenizer_path=tokenizer, sep_token=299)
+    capsys.readouterr()
+    ours = [printed(capsys, run, prompt=prompt, max_new_tokens=24, temperature=0) for prompt in PROMPTS]
+    output = tmp_path / "mine.gguf"
+    export(ExportConfig(str(run), str(output), format="gguf", dtype="float32"))
+    greedy = [sys.executable, "-c", GREEDY, "mine.gguf", json.dumps(PROMPTS)]
+    lines = run_command(greedy, cwd=tmp_path).stdout.splitlines()
+    answers = [json.loads(line.removeprefix("ANSWER ")) for line in lines if line.startswith("ANSWER ")]
+    theirs = [
+        escape_controls(prompt + answer["choices"][0]["text"]) for prompt, answer in zip(PROMPTS, answers, strict=True)
+    ]
+    assert theirs == ours
+
+
+def test_what_llama_cpp_does_not_know_and_an_existing_file_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="needs the extra `slow`")
+    shape = replace(SHAPES["plain"], vocab_size=300)
+    run, tokenizer = make_run(tmp_path, shape), make_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="give --tokenizer_path"):
+        export(ExportConfig(str(run), str(tmp_path / "a.gguf"), format="gguf"))
+    (tmp_path / "taken.gguf").touch()
+    with pytest.raises(CheckpointError, match="it exists already"):
+        export(ExportConfig(str(run), str(tmp_path / "taken.gguf"), format="gguf", tokenizer_path=tokenizer))
+    definition = json.loads(Path(tokenizer, "tokenizer.json").read_text())
+    definition["pre_tokenizer"] = {"type": "Whitespace"}
+    Path(tokenizer, "tokenizer.json").write_text(json.dumps(definition))
+    with pytest.raises(ConfigError, match="splits text by Whitespace"):
+        export(ExportConfig(str(run), str(tmp_path / "a.gguf"), format="gguf", tokenizer_path=tokenizer))
+    named_otherwise = replace(shape, qk_norm="head", attention_bias="true", model_family="qwen3")
+    run = make_run(tmp_path / "qwen", named_otherwise, tokenizer_path=tokenizer)
+    with pytest.raises(ConfigError, match=r"its qk_norm, biases need llama\.cpp's own convert_hf_to_gguf\.py"):
+        export(ExportConfig(str(run), str(tmp_path / "a.gguf"), format="gguf"))
+    assert [path.name for path in tmp_path.iterdir() if "gguf" in path.name] == ["taken.gguf"]
+
+
+def test_without_its_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"pip install 'pretraining\[gguf\]'"):
+        export(ExportConfig(str(make_run(tmp_path, SHAPES["plain"])), str(tmp_path / "a.gguf"), format="gguf"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_file_holds_every_tensor_once(dtype: Any, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs the extra `slow`")
+    shape = replace(SHAPES["plain"], vocab_size=300)
+    run = make_run(tmp_path, shape, tokenizer_path=make_tokenizer(tmp_path))
+    export(ExportConfig(str(run), str(tmp_path / "new" / "a.gguf"), format="gguf", dtype=dtype))
+    read = gguf.GGUFReader(tmp_path / "new" / "a.gguf")
+    assert len(read.tensors) == len(parameter_shapes(shape))
+    kinds = {len(each.shape): each.tensor_type.name for each in read.tensors}
+    assert kinds == {1: "F32", 2: "BF16" if dtype == "bfloat16" else "F32"}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.gguf"]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import (
     SHAPES,
     config_of,
@@ -31,14 +32,13 @@ from pretraining.checkpoint.completeness import coverage_fault
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import ITERATION_FILE, MANIFEST, MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE
 from pretraining.checkpoint.restore import load
-from pretraining.checkpoint.start_point import CheckpointRef, find_start
+from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.config.recipes import dump_config
-from pretraining.config.rules import check_config
-from pretraining.config.training import CheckpointConfig
-from pretraining.errors import CheckpointError, ConfigError, DamagedError
+from pretraining.errors import CheckpointError, DamagedError
 from pretraining.model.hf import parameter_shapes
-from pretraining.tools.commands import VerifyConfig
+from pretraining.tools.commands import ListConfig, VerifyConfig
+from pretraining.tools.list_checkpoints import list_checkpoints, rows_of
 from pretraining.tools.verify import faults_of, verify
 
 SHAPE = SHAPES["plain"]
@@ -54,25 +54,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def rewrite_manifest(folder: Path, **changes: object) -> None:
-    document = json.loads((folder / MANIFEST).read_text()) | changes
-    (folder / MANIFEST).write_text(json.dumps(document))
-
-
-def damage_both(folder: Path) -> None:
-    flip_byte(folder / FIRST)
-    (folder / SECOND).write_bytes(b"")
-
-
 @pytest.mark.parametrize(
     ("damage", "names"),
     [
         (lambda folder: (folder / FIRST).unlink(), [FIRST]),
         (lambda folder: flip_byte(folder / SECOND), [SECOND]),
-        (damage_both, [FIRST, SECOND]),
+        (lambda folder: [path.write_bytes(b"") for path in (folder / FIRST, folder / SECOND)], [FIRST, SECOND]),
         (lambda folder: (folder / "more.safetensors").touch(), ["more.safetensors"]),
         (lambda folder: (folder / MANIFEST).write_text("{"), [MANIFEST]),
-        (lambda folder: rewrite_manifest(folder, step=4), [MANIFEST]),
+        (lambda folder: (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace("3", "4")), [MANIFEST]),
     ],
 )
 def test_damaged_files_are_named(folder: Path, damage: Callable[[Path], object], names: list[str]) -> None:
@@ -113,28 +103,22 @@ def rewritten(folder: Path, change: Change) -> list[str]:
     return faults
 
 
-def cut(*ranges: tuple[int, int], dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3) -> Change:
-    """Store one tensor in pieces of rows."""
+def cut(*ranges: tuple[int, int]) -> Change:
 
     def change(pieces: list[WriteItem]) -> list[WriteItem]:
         (whole,) = [piece for piece in pieces if piece.name == UP]
-        parts = [
-            WriteItem(UP, Chunk((begin, 0), (end - begin, 16)), whole.values[begin:end].contiguous().to(dtype))
-            for (begin, end), dtype in zip(ranges, dtypes, strict=False)
-        ]
+        parts = [WriteItem(UP, Chunk((a, 0), (b - a, 16)), whole.values[a:b].contiguous()) for a, b in ranges]
         return [*(piece for piece in pieces if piece is not whole), *parts]
 
     return change
 
 
 def put(tensor: torch.Tensor, name: str = UP) -> Change:
-    """Store another tensor."""
     item = WriteItem(name, Chunk.whole(tensor.shape), tensor)
     return lambda pieces: [*(piece for piece in pieces if piece.name != name), item]
 
 
 def without(end: str) -> Change:
-    """Store no tensor of a name that ends so."""
     return lambda pieces: [piece for piece in pieces if not piece.name.endswith(end)]
 
 
@@ -146,16 +130,11 @@ def without(end: str) -> Change:
         (cut((0, 20), (16, 32)), "16 to 19 of dim 0 are missing or duplicated"),
         (cut((0, 20), (0, 20), (20, 32)), "2 chunks hold the same elements"),
         (cut((0, 20)), "dim 0 ends at 20, not at 32"),
-        (cut((0, 16), (8, 16), (24, 32)), "8 to 15 of dim 0 are missing or duplicated"),
-        (cut((0, 20), (20, 32), dtypes=(torch.float32, torch.float16)), "are of different types (in part"),
         (put(torch.zeros(32, 16).half()), f"{UP} is of type torch.float16, not"),
-        (put(torch.zeros(32, 16).int()), f"{UP} is of type torch.int32, not"),
         (put(torch.zeros(40, 16)), "dim 0 ends at 40, not at 32"),
         (put(torch.zeros(32)), f"{UP} does not have the 2 dims of its shape [32, 16]"),
         (put(torch.zeros(32, 16).long(), f"optimizer.exp_avg.{UP}"), "is of type torch.int64, not"),
-        (put(torch.zeros(1), f"optimizer.step.{UP}"), "does not have the 0 dims"),
         (put(torch.zeros(()), f"optimizer.exp_avg.{UP}"), "does not have the 2 dims"),
-        (put(torch.zeros(9, 16), f"optimizer.exp_avg.{UP}"), "dim 0 ends at 9, not at 32"),
         (put(torch.zeros(32), f"optimizer.row_means.{UP}"), None),
         (put(torch.zeros(1), "model.foreign"), "model.foreign is no tensor of the model (in"),
         (lambda pieces: [piece for piece in pieces if piece.name != UP], f"lacks {UP}"),
@@ -170,16 +149,20 @@ def test_pieces_that_do_not_make_each_tensor_once_are_named(
     assert message is None or message in faults[0]
 
 
-@pytest.mark.parametrize(
-    "spoil", [lambda content: content + b"\0" * 8, lambda _: b"\x10" + b"\0" * 7 + b"{not json      }"]
-)
-def test_an_invalid_safetensors_file_is_a_fault_despite_its_checksum(
-    folder: Path, spoil: Callable[[bytes], bytes]
-) -> None:
-    (folder / FIRST).write_bytes(spoil((folder / FIRST).read_bytes()))
-    write_manifest(folder, manifest_of(SHAPE), {path.name: file_entry(path) for path in folder.glob("*.safetensors")})
-    (fault,) = faults_of(folder)
-    assert fault.startswith(str(folder / FIRST)) and FIRST in refused(folder)
+def test_chunks_that_are_cut_along_two_dims_cover_a_tensor_once() -> None:
+    grid = [Chunk((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
+    assert coverage_fault(grid, (4, 6)) is None
+    assert all(coverage_fault(wrong, (4, 6)) for wrong in (grid[1:], grid[:-1], [*grid, grid[1]]))
+
+
+def test_an_invalid_safetensors_file_is_a_fault_despite_its_checksum(folder: Path) -> None:
+    sound = (folder / FIRST).read_bytes()
+    for content in (sound + b"\0" * 8, b"\x10" + b"\0" * 7 + b"{not json      }"):
+        (folder / FIRST).write_bytes(content)
+        files = {path.name: file_entry(path) for path in folder.glob("*.safetensors")}
+        write_manifest(folder, manifest_of(SHAPE), files)
+        (fault,) = faults_of(folder)
+        assert fault.startswith(str(folder / FIRST)) and FIRST in refused(folder)
 
 
 def test_a_user_defined_optimizer_may_keep_nothing(tmp_path: Path) -> None:
@@ -224,108 +207,94 @@ def test_four_files_without_a_manifest_are_a_checkpoint(tmp_path: Path, capsys: 
     model = torch.load(copied / MODEL_FILE, weights_only=True)
     torch.save({**model, UP: torch.zeros(3, 16)}, copied / MODEL_FILE)
     assert "dim 0 ends at 3, not at 32 (in model_state_dict.pt)" in faults_of(copied)[0]
+    content = torch.load(copied / ITERATION_FILE, weights_only=True)
+    for changes in ({"step": "three"}, {"data": [1, 2]}, {"state": {"guards": torch.zeros(2)}}, {"format_version": 3}):
+        torch.save(content | changes, copied / ITERATION_FILE)
+        (fault,) = faults_of(copied)
+        assert str(copied / ITERATION_FILE) in fault
+    torch.save(content, copied / ITERATION_FILE)
     (copied / OPTIMIZER_FILE).unlink()
     assert str(copied / OPTIMIZER_FILE) in faults_of(copied)[0]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"step": "three"}, {"step": torch.tensor(3)}, {"data": [1, 2]}, {"loss": [2.5]}, {"model": 3}),
-        *({"state": {"guards": torch.zeros(2)}}, {"format_version": "2"}, {"format_version": 3}),
-    ],
-)
-def test_an_iteration_state_with_other_types_is_one_fault(tmp_path: Path, changes: dict[str, object]) -> None:
-    folder = tmp_path / "c"
-    write_full_form(folder, tensors_of(SHAPE), manifest_of(SHAPE))
-    (folder / MANIFEST).unlink()
-    content = torch.load(folder / ITERATION_FILE, weights_only=True)
-    torch.save(content | changes, folder / ITERATION_FILE)
-    (fault,) = faults_of(folder)
-    assert str(folder / ITERATION_FILE) in fault
-    config = CheckpointConfig(ckpt_save_path=str(tmp_path / "new"), ckpt_load_path=str(folder))
-    with pytest.raises(CheckpointError, match=re.escape(str(folder))):
-        find_start(config)
-
-
 def test_a_run_is_checked_wholly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def lines(source: Path, *, damaged: int) -> list[str]:
-        if damaged:
-            with pytest.raises(CheckpointError, match=f"damaged: {damaged} of"):
-                verify(VerifyConfig(ckpt_path=str(source)))
-        else:
+        with pytest.raises(CheckpointError, match=f"damaged: {damaged} of") if damaged else nullcontext():
             verify(VerifyConfig(ckpt_path=str(source)))
         return capsys.readouterr().out.splitlines()
 
     checkpoints = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         write_sharded(checkpoints / f"step_{step}_ckp", tensors_of(SHAPE), manifest_of(SHAPE, step))
-    (checkpoints / "step_4_ckp.tmp").mkdir()
-    (checkpoints / "notes").mkdir()
+    for name in ("step_4_ckp.tmp", "notes"):
+        (checkpoints / name).mkdir()
     for source in (tmp_path, checkpoints):
         *said, unfinished = lines(source, damaged=0)
         assert [f"step {step}" in line and "no faults" in line for step, line in enumerate(said, start=1)] == [True] * 3
         assert "step_4_ckp.tmp is an unfinished save" in unfinished
     flip_byte(checkpoints / "step_2_ckp" / FIRST)
     (checkpoints / "step_3_ckp" / MANIFEST).unlink()
-    said = lines(tmp_path, damaged=2)
-    assert (
-        "no faults" in said[0] and FIRST in said[1] and "step_3_ckp: damaged: its manifest.json is missing" in said[2]
-    )
+    first, second, third, _ = lines(tmp_path, damaged=2)
+    assert "no faults" in first and FIRST in second and "step_3_ckp: damaged: its manifest.json is missing" in third
     assert len(lines(checkpoints / "step_1_ckp", damaged=0)) == len(lines(checkpoints / "step_3_ckp", damaged=1)) == 1
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         verify(VerifyConfig(ckpt_path=str(tmp_path / "nowhere")))
 
 
-@pytest.mark.parametrize(
-    ("given", "settings"),
-    [
-        ({}, ()),
-        ({"ckpt_path": "a", "data_path": "b"}, ("ckpt_path", "data_path")),
-        ({"ckpt_path": "a", "vocab_size": 3}, ("vocab_size",)),
-        ({"ckpt_path": "a", "datasets": ("x",)}, ("datasets",)),
-    ],
-)
-def test_there_is_one_thing_to_check(given: dict[str, Any], settings: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        check_config(VerifyConfig(**given))
-    assert set(settings) <= set(refusal.value.settings)
+def test_a_git_lfs_pointer_in_a_checkpoint_is_named_as_one(folder: Path) -> None:
+    (folder / FIRST).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    assert "git lfs pull" in faults_of(folder)[0]
 
 
-@st.composite
-def grids(draw: st.DrawFn) -> tuple[list[Chunk], tuple[int, ...]]:
-    """A tensor cut along each dim in turn."""
-    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
-
-    def cut_from(dim: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Chunk]:
-        if dim == len(shape):
-            return [Chunk(offsets, sizes)]
-        places = sorted(draw(st.sets(st.integers(1, shape[dim] - 1)))) if shape[dim] > 1 else []
-        ends = zip([0, *places], [*places, shape[dim]], strict=True)
-        return [box for begin, end in ends for box in cut_from(dim + 1, (*offsets, begin), (*sizes, end - begin))]
-
-    return cut_from(0, (), ()), shape
+# pretrain list: every checkpoint of a run with its state
 
 
-@given(grids(), st.data())
-def test_any_grid_covers_its_tensor_and_one_box_less_or_more_does_not(
-    grid: tuple[list[Chunk], tuple[int, ...]], data: st.DataObject
-) -> None:
-    boxes, shape = grid
-    assert coverage_fault(boxes, shape) is None
-    box = data.draw(st.sampled_from(boxes))
-    assert coverage_fault([*boxes, box], shape) is not None
-    others = [other for other in boxes if other is not box]
-    assert not others or coverage_fault(others, shape) is not None
+def make_run(run: Path) -> Path:
+    checkpoints = run / "checkpoints"
+    tensors = tensors_of(SHAPE)
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
+    write_sharded(checkpoints / "step_0_ckp", weights, manifest_of(SHAPE, 0, data={}, loss=None, evaluation_loss=None))
+    write_sharded(checkpoints / "step_2_ckp", tensors, manifest_of(SHAPE, 2))
+    write_full_form(checkpoints / "step_10_ckp", tensors, manifest_of(SHAPE, 10, evaluation_loss=None))
+    write_sharded(checkpoints / "step_11_ckp.preempt", tensors, manifest_of(SHAPE, 11, kind="preempt"))
+    write_sharded(checkpoints / "step_12_ckp", tensors, manifest_of(SHAPE, 12))
+    next((checkpoints / "step_12_ckp").glob("*.safetensors")).unlink()
+    (checkpoints / "step_13_ckp.a1b2.tmp").mkdir()
+    (checkpoints / "step_13_ckp.a1b2.tmp" / "part").write_bytes(b"1234")
+    (checkpoints / "best").symlink_to("step_2_ckp")
+    return run
 
 
-@pytest.mark.parametrize("name", [FIRST, MANIFEST])
-@pytest.mark.parametrize("full", [False, True])
-def test_a_git_lfs_pointer_in_a_checkpoint_is_named_as_one(tmp_path: Path, name: str, full: bool) -> None:
-    (write_full_form if full else write_sharded)(tmp_path / "c", tensors_of(SHAPE), manifest_of(SHAPE))
-    path = tmp_path / "c" / (MODEL_FILE if full and name == FIRST else name)
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
-    assert any(str(path) in fault and "git lfs pull" in fault for fault in faults_of(tmp_path / "c"))
-    if full:  # also without a manifest, as other programs write it
-        (tmp_path / "c" / MANIFEST).unlink()
-        assert name == MANIFEST or any("git lfs pull" in fault for fault in faults_of(tmp_path / "c"))
+def shown(run: Path, **settings: bool) -> list[str]:
+    with redirect_stdout(StringIO()) as out:
+        list_checkpoints(ListConfig(str(run), **settings))
+    return out.getvalue().splitlines()
+
+
+def test_a_line_a_checkpoint_in_the_order_of_steps_and_as_json_an_object_each(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    lines = shown(run)
+    states = ["complete, import", "complete, best", "complete", "complete, preempt", "damaged", "incomplete"]
+    assert all(f"  {state}  " in line for state, line in zip(states, lines[1:7], strict=True))
+    again = shown(tmp_path / "checkpoints")[1:7]
+    assert [line.split()[-1] for line in again] == [line.split()[-1] for line in lines[1:7]]
+    rows = [json.loads(line) for line in shown(run, json=True)]
+    assert [row["step"] for row in rows] == [0, 2, 10, 11, None, None]
+    assert [row["state"] for row in rows] == ["complete"] * 4 + ["damaged", "incomplete"]
+    assert rows[1] | {"age_seconds": 0, "bytes": 0} == {
+        **{"name": "step_2_ckp", "state": "complete", "kind": "interval", "best": True, "step": 2, "tokens_seen": 200},
+        **{"loss": 2.5, "evaluation_loss": 2.75, "bytes": 0, "age_seconds": 0, "fault": None},
+    }
+    assert rows[-1]["bytes"] == 4 and rows[4]["fault"]
+    for path in (run / "checkpoints" / "step_2_ckp").iterdir():
+        os.utime(path, (1e9, 1e9))
+    os.utime(run / "checkpoints" / "step_2_ckp", (1e9, 1e9))
+    assert [row.age_seconds > 3e7 for row in rows_of(run)[:3]] == [False, True, False]
+
+
+def test_a_run_without_checkpoints_has_none_and_no_run_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert shown(tmp_path)[1].startswith("0 checkpoints")
+    with pytest.raises(CheckpointError) as refusal:
+        shown(tmp_path / "nowhere")
+    assert (refusal.value.path, refusal.value.settings) == (tmp_path / "nowhere", ("run_path",))

@@ -20,45 +20,28 @@ from pretraining.cli import main
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 64},
 }
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+YARN = {
+    **{"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16},
+    **{"mscale": 0.7, "mscale_all_dim": 0.5, "truncate": False, "beta_fast": 16},
+}
 SLIDING = {"use_sliding_window": True, "sliding_window": 48, "layer_types": ["sliding_attention"] * 4}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
-    "llama with its own head_dim": {"model_type": "llama", "head_dim": 32},
-    "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "llama with linear scaling": {
-        "model_type": "llama",
-        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
-    },
     "llama with yarn": {"model_type": "llama", "rope_parameters": YARN},
-    "llama with yarn and mscale": {
-        "model_type": "llama",
-        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5, "truncate": False, "beta_fast": 16},
-    },
-    "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral with a window": {"model_type": "mistral", "sliding_window": 48},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
-    "qwen3 tied": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
     "olmo2": {"model_type": "olmo2"},
     "smollm3": {"model_type": "smollm3"},
     "qwen2 with a window": {"model_type": "qwen2", **SLIDING},
     "smollm3 with a window": {"model_type": "smollm3", **SLIDING},
     "granite": {
-        "model_type": "granite",
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.1,
-        "logits_scaling": 8.0,
+        **{"model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+        **{"attention_multiplier": 0.1, "logits_scaling": 8.0},
     },
 }
 QUICK = ("qwen3", "olmo2", "granite")

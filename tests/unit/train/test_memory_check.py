@@ -1,23 +1,29 @@
-"""A run logs its estimated memory first, and a model that cannot fit is refused with settings that would."""
+"""A run logs its estimated memory first, refuses a model that cannot fit, and explains when memory runs out."""
 
 from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from training_runs import status_of
+from unit.train.whole_runs import refusal
 
 from pretraining.checkpoint import pt_files
 from pretraining.config.command_line import load_train_config
 from pretraining.config.strategies import DimSizes
 from pretraining.config.variants import resolve_shape
+from pretraining.data.batch import StepBatch
 from pretraining.distributed.processes import Processes
-from pretraining.errors import CheckpointError, ConfigError
+from pretraining.errors import CheckpointError, ConfigError, OutOfMemoryError
 from pretraining.launch.machine import MachineMemory
 from pretraining.text import format_gib
-from pretraining.train import memory_check
-from pretraining.train.memory_check import check_memory
+from pretraining.train import loop, memory_check
+from pretraining.train.memory_check import check_memory, is_out_of_memory
+from pretraining.train.step import StepContext, train_step
 
 GIB = 2**30
 ALONE = DimSizes(world=1, node=1, replicate=1, shard=1, context=1, data=1)
@@ -62,22 +68,21 @@ def test_a_run_whose_full_checkpoints_cannot_be_gathered_is_refused() -> None:
         check(1.4, *flags)
 
 
-def test_processes_of_a_machine_share_its_memory() -> None:
-    flags = ("model_variant=125m", "batch_size=1", "seq_length=256", "sharding_strategy=ddp")
-    check(8, *flags)
+@pytest.mark.parametrize(
+    ("fits", "too_small", "flags", "processes"),
+    [
+        (43, 42, "batch_size=64 seq_length=1024", 1),  # within the error of the estimate, 50.4 GiB
+        (64, 8, "batch_size=1 seq_length=256 sharding_strategy=ddp", 8),  # processes of a machine share its memory
+    ],
+)
+def test_the_limit_is_below_the_estimate_and_the_user_may_know_better(
+    fits: int, too_small: int, flags: str, processes: int
+) -> None:
+    given = ("model_variant=125m", *flags.split())
+    check(fits, *given, processes=processes)
     with pytest.raises(ConfigError):
-        check(8, *flags, processes=8)
-
-
-def test_a_model_within_the_error_of_the_estimate_is_not_refused() -> None:
-    flags = ("model_variant=125m", "batch_size=64", "seq_length=1024")  # about 50.4 GiB
-    check(43, *flags)
-    with pytest.raises(ConfigError):
-        check(42, *flags)
-
-
-def test_who_knows_better_starts_all_the_same() -> None:
-    check(1, "model_variant=7b", "ignore_memory=true")
+        check(too_small, *given, processes=processes)
+    check(too_small, *given, "ignore_memory=true", processes=processes)
 
 
 def test_gradients_that_come_after_the_peak_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -88,3 +93,37 @@ def test_gradients_that_come_after_the_peak_are_named(caplog: pytest.LogCaptureF
         check_memory(config, resolve_shape(config.model), ALONE, Processes(0, 1, 0, 1, torch.device("cuda")))
     (line,) = caplog.messages
     assert line.endswith(f", minus {format_gib(511.6 * 2**20)} of gradients that are allocated after the peak")
+
+
+def test_an_out_of_memory_error_names_where_memory_went_and_what_takes_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step_or_fail(context: StepContext, batch: StepBatch, step: int) -> object:
+        if step == 2:
+            torch.empty(1 << 55, dtype=torch.uint8)
+        return train_step(context, batch, step)
+
+    monkeypatch.setattr(loop, "train_step", step_or_fail)
+    error = refusal(tmp_path, "batch_size=4")
+    dist.destroy_process_group()  # the process is alone, and exits after its error
+    assert isinstance(error, OutOfMemoryError) and error.rank == 0 and "batch_size" in error.settings
+    assert str(error).startswith("out of memory in step 3, at pretraining/train/loop.py:")
+    parameters = sum(4 * size for size in (2 * 64 * 32, 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 2 * 32), 32))
+    assert f"Estimated: parameters {format_gib(parameters)}, gradients " in str(error), error
+    assert status_of(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NCCL error: ncclUnhandledCudaError\nLast error: Cuda failure 2 'out of memory'"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("CUDA out of memory"), False),
+    ],
+)
+def test_the_many_errors_are_known(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected

@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from unit.train.test_step import CPU, context_for_step, micro_batches, sequences
 
-from pretraining.context import ContextGroup
 from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
 from pretraining.observability.collector import Collector
 from pretraining.observability.metrics import Metrics, MetricsHook, Outputs
@@ -76,21 +75,6 @@ def with_metrics(context: StepContext) -> StepContext:
 FORMS = {"rows": lambda batch: batch, "documents": documents}
 batches = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 sizes = pytest.mark.parametrize("size", [2, 4], ids=["whole", "padded"])
-
-
-@batches
-@sizes
-def test_inputs_are_derived_without_the_tokens_being_looked_at(
-    form: Callable[[StepBatch], StepBatch], size: int
-) -> None:
-    for micro_batch in form(micro_batches(sequences(6), size)).micro_batches:
-        inputs = micro_batch.to("meta").model_inputs()
-        assert inputs.tokens_BS.device.type == inputs.labels_BS.device.type == "meta"
-        assert inputs.attention_span == (8 if inputs.document_lengths is None else 4)
-        unreadable_B = torch.zeros(len(micro_batch.tokens_BT), dtype=torch.bool)
-        group = ContextGroup(0, 2, lambda part: part, lambda lost_B: lost_B)
-        part = replace(micro_batch, unreadable_B=unreadable_B, group=group).to("meta").model_inputs()
-        assert part.tokens_BS.shape == (len(unreadable_B), 4) and part.attention_span == inputs.attention_span
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,12 +43,49 @@ def flags(optimizer: str) -> list[str]:
     return [f"optimizer={optimizer}", "checkpoint_interval=1", "warmup_steps=1", *LARGE]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that returns a run of four steps with an optimizer, which is trained once."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    def train(optimizer: str) -> Path:
+        run = folder / optimizer
+        if not run.exists():
+            start(run, *flags(optimizer))
+        return run
+
+    return train
+
+
 @pytest.mark.parametrize("optimizer", EACH)
-def test_a_resumed_run_repeats_the_run_without_a_stop_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
-    start(tmp_path / "whole", *flags(optimizer))
-    start(tmp_path / "parts", *flags(optimizer), "run_steps=2")
-    start(tmp_path / "parts", *flags(optimizer))
-    assert equal(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path / "parts", 4))
+def test_a_resumed_run_repeats_the_run_without_a_stop_bit_for_bit(
+    optimizer: str, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for _ in range(2):
+        start(tmp_path, *flags(optimizer), "run_steps=2")
+    assert equal(checkpoint(whole(optimizer), 4), checkpoint(tmp_path, 4))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "record"),
+    [
+        (OWN[1], {"groups": [{"count": 4}] * 2, "has_tensors": False}),
+        (OWN[2], {"groups": [{"count": 4}] * 2}),
+        (OWN[3], {"groups": [{"count": 4}] * 2, "shards": 1}),
+    ],
+)
+def test_the_manifest_has_the_counters_in_parameter_groups(
+    optimizer: str, record: dict[str, Any], whole: Callable[[str], Path]
+) -> None:
+    assert manifest_of(whole(optimizer), 4)["state"]["optimizer"] == record
+
+
+def test_weights_of_evaluation_and_low_bit_state_are_saved_as_they_are(whole: Callable[[str], Path]) -> None:
+    """`TwoWeights` raises when a step is made in evaluation mode."""
+    two, low = (tensors_of(whole(optimizer)) for optimizer in OWN[2:])
+    assert not torch.equal(two["model.norm.weight"], two["optimizer.base.model.norm.weight"])
+    codes = low["optimizer.momentum:codes.model.layers.0.mlp.up_proj.weight"]
+    assert codes.dtype == torch.int8 and codes.shape == (1, 128, 64)
 
 
 @pytest.mark.parametrize("optimizer", [OWN[0], *map(thorough, [*OWN[1:], *OF_TORCH, *OF_LIBRARIES])])
@@ -80,47 +119,6 @@ def test_a_step_with_a_nan_gradient_changes_nothing(optimizer: str) -> None:
             [tensor.detach().clone().reshape(-1).view(torch.uint8) for tensor in (*parameters.values(), *states)]
         )
     assert all(map(torch.equal, *kept))
-
-
-def test_load_optimizer_false_counts_updates_from_the_start_of_the_new_optimizer(tmp_path: Path) -> None:
-    start(tmp_path / "run", *flags(OWN[0]), "run_steps=2")
-    start(tmp_path / "run", *flags(OWN[0]), "load_optimizer=false")
-    counts = {int(value) for name, value in tensors_of(tmp_path / "run").items() if ".updates." in name}
-    assert counts == {2}  # of the four steps
-
-
-def test_counters_in_parameter_groups_are_in_the_manifest(tmp_path: Path) -> None:
-    start(tmp_path / "run", *flags(OWN[1]))
-    assert manifest_of(tmp_path / "run", 4)["state"]["optimizer"] == {
-        "groups": [{"count": 4}] * 2,
-        "has_tensors": False,
-    }
-
-
-def test_weights_of_evaluation_are_saved_and_evaluated_and_training_continues_with_its_own(tmp_path: Path) -> None:
-    """`TwoWeights` raises when a step is made in evaluation mode."""
-    start(tmp_path / "run", *flags("unit.train.own_optimizers:TwoWeights"), "mixed_precision=true")
-    last = tensors_of(tmp_path / "run")
-    weight, base = last["model.norm.weight"], last["optimizer.base.model.norm.weight"]
-    assert manifest_of(tmp_path / "run", 4)["state"]["optimizer"] == {"groups": [{"count": 4}] * 2}
-    assert not torch.equal(weight, base)
-
-
-def test_low_bit_state_is_saved_in_its_bits(tmp_path: Path) -> None:
-    start(tmp_path / "run", *flags("unit.train.own_optimizers:LowBit"))
-    stored = tensors_of(tmp_path / "run")
-    codes = stored["optimizer.momentum:codes.model.layers.0.mlp.up_proj.weight"]
-    assert codes.dtype == torch.int8 and codes.shape == (1, 128, 64)
-    assert manifest_of(tmp_path / "run", 4)["state"]["optimizer"] == {"groups": [{"count": 4}] * 2, "shards": 1}
-
-
-@pytest.mark.thorough
-def test_low_bit_state_resumes_from_four_files_too(tmp_path: Path) -> None:
-    full = [*flags("unit.train.own_optimizers:LowBit"), "ckpt_format=full"]
-    start(tmp_path / "whole", *full)
-    start(tmp_path / "parts", *full, "run_steps=2")
-    start(tmp_path / "parts", *full)
-    assert equal(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path / "parts", 4))
 
 
 @pytest.mark.parametrize("name", ["CountingInObject", "CountingInTensorOfGroup"])

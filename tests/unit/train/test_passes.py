@@ -1,4 +1,4 @@
-"""How often a run reads each dataset: said by its start, by a dry run and by a plan, over the whole run."""
+"""How often a run reads each dataset: logged by its start, a dry run and a plan, for the whole run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ from training_runs import TINY, write_dataset
 from unit.train.whole_runs import start
 
 from pretraining.cli import main
+from pretraining.text import describe_passes, describe_repeats
 
 LONG = ("num_steps=80", "run_steps=1", "seq_length=32", "batch_size=2", "logical_shards=4")
 TOKENS = 80 * 2 * 32
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> str:
-    """A large and a small dataset."""
-    write_dataset(tmp_path / "data" / "large", documents=400)
-    write_dataset(tmp_path / "data" / "small", documents=3, seed=1)
-    return f"data_path={tmp_path / 'data'}"
 
 
 def reads(messages: list[str]) -> dict[str, tuple[str, int, float]]:
@@ -29,10 +22,13 @@ def reads(messages: list[str]) -> dict[str, tuple[str, int, float]]:
     return {row[-6]: (row[-5], int(row[-4].replace(",", "")), float(row[-2].replace(",", ""))) for row in rows}
 
 
-def test_a_small_dataset_that_is_read_often_is_said_by_start_and_dry_run_and_warned_of(
-    data: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_small_dataset_that_is_read_often_is_logged_with_a_warning_by_start_and_dry_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pretraining")
+    for name, documents in (("large", 400), ("small", 3)):
+        write_dataset(tmp_path / "data" / name, documents)
+    data = f"data_path={tmp_path / 'data'}"
     for flags in ([], ["dry_run=true", f"ckpt_save_path={tmp_path / 'other'}"]):
         caplog.clear()
         start(tmp_path / "run", data, *LONG, "datasets=large,small", "weights=1,1", *flags)
@@ -41,29 +37,6 @@ def test_a_small_dataset_that_is_read_often_is_said_by_start_and_dry_run_and_war
         assert found["small"][:2] == ("50.0%", TOKENS // 2) and found["small"][2] > 10 > 1 > found["large"][2]
         (warning,) = [line for line in caplog.messages if "after 4 passes" in line]
         assert f"small ({found['small'][2]} passes)" in warning and "large" not in warning
-
-
-def test_passes_count_over_all_phases_and_packed_samples(
-    data: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "pretraining")
-    run, flags = tmp_path / "run", (*LONG[2:], "num_steps=4", "datasets=large,small")
-    start(run, data, *flags, "run_steps=2", "weights=1,0.001")
-    caplog.clear()
-    start(run, data, *flags, "weights=0.001,1")
-    assert {name: each[1] for name, each in reads(caplog.messages).items()} == {"large": 128, "small": 128}
-    assert "after 4 passes" not in caplog.text
-    caplog.clear()
-    start(tmp_path / "packed", data, *LONG, "datasets=small", "packing=best_fit", "document_mask=true")
-    (share, tokens, passes), bins = reads(caplog.messages)["small"], caplog.messages
-    (size,) = [int(line.split()[3].replace(",", "")) for line in bins if line.startswith("data ") and "packing" in line]
-    assert (share, tokens) == ("100.0%", TOKENS) and passes == pytest.approx(TOKENS / size, abs=0.05)
-
-
-def test_made_up_data_has_no_passes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "pretraining")
-    start(tmp_path / "run", "num_steps=1")
-    assert "passes" not in caplog.text
 
 
 def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
@@ -87,13 +60,10 @@ def test_a_plan_knows_what_prepare_recorded(tmp_path: Path, capsys: pytest.Captu
     assert not reads(plan(capsys, data, "num_steps=2ep")) and not reads(plan(capsys, "data_path=/nowhere"))
 
 
-def test_many_datasets_are_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    from pretraining.text import describe_passes, describe_repeats
-
+def test_many_datasets_are_a_few_lines() -> None:
     passes = {f"d{number}": float(number) for number in range(20)}
     lines = describe_passes(dict.fromkeys(passes, 1000), passes)
     assert len(lines) == 9 and lines[0].split()[0] == "d19" and lines[-1] == "and 12 more, at most 11.0 passes each"
-    assert "d19 (19.0 passes), d18 (18.0 passes)" in describe_repeats(passes) and "and 11 more" in describe_repeats(
-        passes
-    )
+    repeats = describe_repeats(passes)
+    assert "d19 (19.0 passes), d18 (18.0 passes)" in repeats and "and 11 more" in repeats
     assert describe_repeats({"a": 4.0}) == ""

@@ -37,26 +37,6 @@ def test_a_request_before_training_has_its_own_exit_code_and_tells_whether_time_
     StopRequests(ReceivedSignals()).raise_if_pending()
 
 
-def test_interrupts_are_remembered_in_the_training_loop_of_a_command_only() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for signals, listens in ((ReceivedSignals(), False), (ReceivedSignals().listen(), True)):
-            with signals.recording_interrupts({"RANK": "1"}):
-                assert (signal.getsignal(signal.SIGINT) is signal.default_int_handler) != listens
-                if listens:
-                    signal.raise_signal(signal.SIGINT)
-                    with pytest.raises(KeyboardInterrupt):
-                        signal.raise_signal(signal.SIGINT)
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert signals.first == signal.SIGINT
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with signals.recording_interrupts():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize(
     ("time_limit", "environ", "deadline"),
     [

@@ -1,28 +1,36 @@
-"""A new run takes the beginning token and the tokenizer of its prepared data; a resumed run keeps its own."""
+"""A new run takes tokens and tokenizer of its prepared data, and refuses data, weights or flags of another one."""
 
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
-from training_runs import TINY
-from unit.train.whole_runs import manifest_of, refusal, start
+from training_runs import TINY, metrics_of
+from unit.train.whole_runs import refusal, start
 
+from pretraining import Trainer
+from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.start_point import find_start
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import NO_TOKEN, TrainConfig
 from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
+from pretraining.errors import ConfigError, DataError
+from pretraining.files import with_checksum
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.train import resolve as resolve_module
 
-MODEL = [flag for flag in TINY if not flag.startswith("vocab_size")]
-COMMON = ["logical_shards=8", "held_out_fraction=0.2", "eval_batches=1"]
+MODEL = [*(flag for flag in TINY if not flag.startswith("vocab_size")), "sample_tokens=2"]
+COMMON = ["logical_shards=8", "held_out_fraction=0.2", "eval_batches=1", "num_steps=2"]
 TEXTS = [f"document {n} of some text, " * (n % 9 + 3) for n in range(200)]
 
 
@@ -39,40 +47,57 @@ def write_tokenizer(folder: Path, text: str = "some words", begin: int | None = 
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
 
 
+def encode(texts: Path, tokenizer: Path, data: Path) -> None:
+    prepare(PrepareConfig(input_path=(str(texts),), output_path=str(data), tokenizer_path=str(tokenizer)))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared dataset whose tokenizer puts token 5 before every text, and ends it with 0; a run on it.
+
+    And another tokenizer, with the same texts. Tests must not change them.
+    """
+    folder = tmp_path_factory.mktemp("prepared")
+    write_tokenizer(folder / "given", begin=5)
+    (folder / "web.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (folder / "wrong").mkdir()
+    train_tokenizer(["def other(words):\n    return words\n"] * 20, 300).save(folder / "wrong")
+    for tokenizer, data in (("given", "data"), ("wrong", "wrong_data")):
+        encode(folder / "web.jsonl", folder / tokenizer, folder / data)
+    start(folder / "run", f"data_path={folder / 'data'}", *COMMON, model=MODEL)
+    for name, flags in (("exported", ["dtype=float32"]), ("unreadable", [])):
+        main(["export", f"ckpt_load_path={folder / 'run'}", f"output_path={folder / name}", *flags])
+    (folder / "unreadable/tokenizer.json").write_text("{")
+    return folder
+
+
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
-    """A prepared dataset whose tokenizer puts token 5 before every text, and ends it with 0."""
-    write_tokenizer(tmp_path / "given", begin=5)
-    (tmp_path / "web.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    prepare(
-        PrepareConfig(
-            input_path=(str(tmp_path / "web.jsonl"),),
-            output_path=str(tmp_path / "data"),
-            tokenizer_path=str(tmp_path / "given"),
-        )
-    )
-    return tmp_path / "data"
+def data(prepared: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(prepared / "data", tmp_path / "data")
 
 
-def without_record(data: Path, *names: str) -> None:
-    """Make prepare.json what older versions wrote: without these records of the tokenizer."""
-    path = data / "web/prepare.json"
-    content = json.loads(path.read_text())
-    for name in names:
-        del content["tokenizer"][name]
-    path.write_text(json.dumps(content))
+def rewrite(data: Path, name: str = "web", **changes: object) -> None:
+    """Change the record of the tokenizer in a prepare.json; None removes an entry, as older versions wrote it."""
+    content = json.loads((data / "web/prepare.json").read_text())
+    kept = {key: value for key, value in (content["tokenizer"] | changes).items() if value is not None}
+    (data / name / "prepare.json").write_text(json.dumps({**content, "tokenizer": kept}))
 
 
 def settings_of(run: Path) -> TrainConfig:
     return load_config(run / "config.yaml")
 
 
-def test_a_new_run_takes_begin_token_tokenizer_and_vocabulary_of_its_data_and_says_so(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def separator_of(run: Path) -> object:
+    """Return the token that ends the documents of a run."""
+    (*_, newest) = committed_checkpoints(run)
+    return read_manifest(newest.path).data["sep_token"]
+
+
+def test_a_new_run_takes_the_tokens_tokenizer_and_vocabulary_of_its_data_and_a_dry_run_and_inspect_do(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-    assert json.loads((data / "web/prepare.json").read_text())["tokenizer"]["begin_of_text"] == 5
-    start(run, f"data_path={data}", *COMMON, "run_steps=2", model=MODEL)
+    data, run = prepared / "data", prepared / "run"
+    start(tmp_path / "new", f"data_path={data}", *COMMON, "dry_run=true", model=MODEL)
     printed = "".join(capsys.readouterr())
     for line in (
         f"sep_token   0, the end_of_text of prepare.json in {data / 'web'}",
@@ -80,42 +105,49 @@ def test_a_new_run_takes_begin_token_tokenizer_and_vocabulary_of_its_data_and_sa
         f"tokenizer   {data}, that of prepare.json in {data / 'web'}",
     ):
         assert line in printed
+    assert any(line.split()[:2] == ["sep_token", "0"] for line in printed.splitlines())
     entries = load_tokenizer(data).vocab_size
     assert f"vocab_size  384, for the {entries} entries of {data}" in printed and entries < 384
     settings = settings_of(run)
     assert (settings.data.bos_token, settings.data.tokenizer_path, settings.model.vocab_size) == (5, str(data), 384)
-    assert manifest_of(run, 2)["data"]["bos_token"] == 5
+    assert (read_manifest(run / "checkpoints/step_2_ckp").data["bos_token"], separator_of(run)) == (5, 0)
+    [report] = metrics_of(run, "evaluation_bits_per_byte")
+    assert 0 < report["evaluation_bits_per_byte"] < report["evaluation_loss"] / math.log(2)  # tokens of several bytes
+    spans = []
+    for given in ([], ["sep_token=0", "bos_token=5"]):
+        main(["inspect", *MODEL, f"data_path={data}", *given, "batch_size=2", "step=1", "json=true"])
+        spans.append(capsys.readouterr().out)
+    assert spans[0] == spans[1]
 
 
 def test_a_resumed_run_keeps_what_its_checkpoint_recorded(data: Path, tmp_path: Path) -> None:
-    flags = [f"data_path={data}", *COMMON]
-    start(tmp_path / "run", *flags, "run_steps=2", model=MODEL)
-    prepared = (data / "web/prepare.json").read_text()
-    (data / "web/prepare.json").unlink()
+    flags = [f"data_path={data}", *COMMON, "num_steps=4"]
+    start(tmp_path / "run", *flags, "run_steps=1", model=MODEL)
+    hidden = (data / "web/prepare.json").rename(data / "kept.json")
     start(tmp_path / "run", *flags, "run_steps=1", model=MODEL)
     settings = settings_of(tmp_path / "run")
-    assert (settings.data.bos_token, settings.data.tokenizer_path) == (5, str(data))
+    assert (settings.data.bos_token, settings.data.tokenizer_path, separator_of(tmp_path / "run")) == (5, str(data), 0)
     # and one that began without, as those of earlier versions, stays without
-    start(tmp_path / "old", *flags, "run_steps=2", model=MODEL)
-    assert settings_of(tmp_path / "old").data.bos_token is None
-    (data / "web/prepare.json").write_text(prepared)
+    start(tmp_path / "old", *flags, "run_steps=1", model=MODEL)
+    hidden.rename(data / "web/prepare.json")
     start(tmp_path / "old", *flags, "run_steps=1", model=MODEL)
     settings = settings_of(tmp_path / "old")
     assert (settings.data.bos_token, settings.data.tokenizer_path, settings.model.vocab_size) == (None, None, None)
+    assert separator_of(tmp_path / "old") is None
 
 
 def test_the_first_rank_tells_all_whether_the_tokenizer_of_a_resumed_run_is_still_there(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(tmp_path / "run", f"data_path={data}", *COMMON, "run_steps=2", model=MODEL)
-    config, here, elsewhere = settings_of(tmp_path / "run"), data, tmp_path / "on another node"
+    start(tmp_path / "run", f"data_path={data}", *COMMON, "run_steps=1", model=MODEL)
+    config, elsewhere = settings_of(tmp_path / "run"), tmp_path / "on another node"
     (data / "web/prepare.json").unlink()
-    here.rename(elsewhere)
+    data.rename(elsewhere)
 
     def ask_rank_zero(function: Callable[[], object]) -> object:
-        elsewhere.rename(here)
+        elsewhere.rename(data)
         found = function()
-        here.rename(elsewhere)
+        data.rename(elsewhere)
         return found
 
     monkeypatch.setattr("pretraining.distributed.processes.on_rank_zero", ask_rank_zero)
@@ -124,19 +156,14 @@ def test_the_first_rank_tells_all_whether_the_tokenizer_of_a_resumed_run_is_stil
     assert resolved.data.tokenizer_path == str(data) and resolved.data.index_path == "/local"
 
 
-def test_a_run_in_a_folder_with_a_timestamp_is_found_again(data: Path, tmp_path: Path) -> None:
-    (data / "web/prepare.json").rename(data / "kept.json")
-    flags = [f"data_path={data}", *COMMON, "run_steps=2", "sep_token=0"]
-    start(tmp_path / "run.{timestamp}", *flags, model=MODEL)
-    (data / "kept.json").rename(data / "web/prepare.json")
-    start(tmp_path / "run.{timestamp}", *flags, model=MODEL)
-    assert len(list(tmp_path.glob("run.*"))) == 1
-
-
-def test_a_prepare_json_of_an_older_version_hands_on_no_begin_token(data: Path, tmp_path: Path) -> None:
-    without_record(data, "begin_of_text")
-    start(tmp_path / "run", f"data_path={data}", *COMMON, model=MODEL)
-    assert settings_of(tmp_path / "run").data.bos_token is None
+@pytest.mark.parametrize("typed", [[], ["sep_token=none"]])
+def test_a_run_in_a_folder_with_a_timestamp_is_found_again(data: Path, tmp_path: Path, typed: list[str]) -> None:
+    pattern, flags = tmp_path / "run.{timestamp}", [f"data_path={data}", *COMMON, "run_steps=1"]
+    start(pattern, *flags, *typed, model=MODEL)
+    (data / "web/prepare.json").unlink()
+    start(pattern, *flags, model=MODEL)
+    (run,) = tmp_path.glob("run.*")
+    assert separator_of(run) == (None if typed else 0)
 
 
 @pytest.mark.parametrize(
@@ -145,82 +172,201 @@ def test_a_prepare_json_of_an_older_version_hands_on_no_begin_token(data: Path, 
         (lambda data: write_tokenizer(data, "other text"), "is not the one that encoded"),
         (lambda data: (data / "tokenizer.json").write_text("{"), "cannot read a tokenizer here"),
         (lambda data: (data / "tokenizer.json").unlink(), ""),
+        (lambda data: rewrite(data, begin_of_text=None), ""),
     ],
 )
 def test_another_or_a_damaged_tokenizer_beside_the_data_is_not_taken(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: object, why: str
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, why: str
 ) -> None:
-    change(data)  # type: ignore[operator]
-    start(tmp_path / "run", f"data_path={data}", *COMMON, "vocab_size=384")
-    assert settings_of(tmp_path / "run").data.tokenizer_path is None
+    change(data)
+    start(tmp_path / "run", f"data_path={data}", *COMMON, "vocab_size=384", "num_steps=1")
+    settings, is_old = (
+        settings_of(tmp_path / "run").data,
+        "begin_of_text" not in (data / "web/prepare.json").read_text(),
+    )
+    assert settings.bos_token == (None if is_old else 5) and (settings.tokenizer_path is None) != is_old
     printed = "".join(capsys.readouterr())
     assert ("no tokenizer is used: " in printed) == bool(why) and why in printed
 
 
-def test_a_tokenizer_with_more_entries_than_the_given_vocabulary_is_not_taken(
+def test_a_tokenizer_larger_than_the_vocabulary_is_not_taken_and_a_sample_of_text_needs_one(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entries = load_tokenizer(data).vocab_size
-    start(tmp_path / "run", f"data_path={data}", *COMMON, f"vocab_size={entries - 1}", "dry_run=true")
-    printed = "".join(capsys.readouterr())
-    assert f"has {entries} entries, and the model {entries - 1}" in printed
-
-
-def test_datasets_of_two_tokenizers_are_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = json.loads((data / "web/prepare.json").read_text())
-    other["tokenizer"]["sha256"] = "1234"
-    (data / "two").mkdir()
-    (data / "two/prepare.json").write_text(json.dumps(other))
-    (data / "two/part.arrow").write_bytes(next((data / "web").glob("*.arrow")).read_bytes())
-    flags = [f"data_path={data}", *COMMON, "vocab_size=384"]
-    error = refusal(tmp_path / "run", *flags)
-    (two, web) = (data / "two", data / "web")
-    assert f"tokenizers differ, that of prepare.json in {web} and that of prepare.json in {two}: their hashes" in str(
-        error
-    )
-    assert "accept_tokenizer" in error.settings
-    start(tmp_path / "run", *flags, "accept_tokenizer=true")
-    assert "accepted: tokenizers differ, that of prepare.json in" in "".join(capsys.readouterr())
-    assert settings_of(tmp_path / "run").data.tokenizer_path is None
-
-
-def test_text_at_evaluations_needs_a_tokenizer_given_or_beside_the_data(data: Path, tmp_path: Path) -> None:
+    start(tmp_path / "run", f"data_path={data}", *COMMON, "vocab_size=256", "dry_run=true")
+    assert " entries, and the model 256" in "".join(capsys.readouterr())
     flags = [f"data_path={data}", *COMMON, "sample_at_evaluations=true", "dry_run=true"]
     start(tmp_path / "run", *flags, model=MODEL)
     (data / "web/prepare.json").unlink()
-    error = refusal(tmp_path / "run", *flags, "vocab_size=384", model=MODEL)
-    assert "tokenizer_path" in error.settings
+    assert "tokenizer_path" in refusal(tmp_path / "run", *flags, "vocab_size=384", model=MODEL).settings
 
 
 def test_weights_that_expect_a_begin_token_and_data_without_one_are_a_warning(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prepared: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [f"data_path={data}", *COMMON]
-    start(tmp_path / "first", *flags, "run_steps=2", model=MODEL)
-    main(["export", f"ckpt_load_path={tmp_path / 'first'}", f"output_path={tmp_path / 'exported'}", "dtype=float32"])
-    for place in ("first", "exported"):
-        capsys.readouterr()
-        load = [f"ckpt_load_path={tmp_path / place}", "weights_only=true", "dry_run=true"]
-        start(tmp_path / "second", *flags, *load, model=MODEL)
-        assert "expect token" not in "".join(capsys.readouterr())
-        without = json.loads((data / "web/prepare.json").read_text())
-        without["tokenizer"].pop("begin_of_text")
-        kept = (data / "web/prepare.json").read_text()
-        (data / "web/prepare.json").write_text(json.dumps(without))
-        start(tmp_path / "second", *flags, *load, model=MODEL)
-        (data / "web/prepare.json").write_text(kept)
-        printed = "".join(capsys.readouterr())
-        assert "expect token 5 before every text" in printed and "--bos_token=5" in printed
+    rewrite(data, begin_of_text=None)
+    for place in ("run", "exported", "unreadable"):
+        for path, is_without in ((prepared / "data", False), (data, True)):
+            capsys.readouterr()
+            load = [f"ckpt_load_path={prepared / place}", "weights_only=true", "dry_run=true"]
+            start(tmp_path / "second", f"data_path={path}", *COMMON, *load, model=MODEL)
+            printed = "".join(capsys.readouterr())
+            is_said = is_without and place != "unreadable"
+            assert ("expect token 5 before every text" in printed and "--bos_token=5" in printed) == is_said
+    assert "which tokenizer the weights expect is unknown" in printed
 
 
-def test_weights_beside_a_tokenizer_that_cannot_be_read_are_trained_on_with_a_warning(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("typed", ["eos_token=null", "sep_token=-1"])
+def test_a_typed_none_is_no_token_and_stays_so_when_resumed_and_in_config_yaml(
+    data: Path, tmp_path: Path, typed: str
 ) -> None:
-    without_record(data, "begin_of_text")
-    flags = [f"data_path={data}", *COMMON]
-    start(tmp_path / "first", *flags, "run_steps=2", model=MODEL)
-    main(["export", f"ckpt_load_path={tmp_path / 'first'}", f"output_path={tmp_path / 'exported'}", "dtype=float32"])
-    (tmp_path / "exported/tokenizer.json").write_text("{")
-    load = [f"ckpt_load_path={tmp_path / 'exported'}", "weights_only=true", "dry_run=true"]
-    start(tmp_path / "second", *flags, *load, model=MODEL)
-    assert "which tokenizer the weights expect is unknown" in "".join(capsys.readouterr())
+    run, again = tmp_path / "run", tmp_path / "again"
+    for flags in ([typed], []):
+        start(run, f"data_path={data}", *COMMON, *flags, "run_steps=1", model=MODEL)
+        assert separator_of(run) is None
+    main(["train", f"--recipe={run / 'config.yaml'}", f"ckpt_save_path={again}", "num_steps=1"])
+    assert separator_of(again) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "flags", "expected"),
+    [
+        *[(text, [], 0) for text in ("sep_token:\n", 'sep_token: ""\n')],
+        ("", ["--sep_token="], 0),  # such as of a variable that is not set
+        ("sep_token: none\n", [], None),
+    ],
+)
+def test_what_is_not_given_in_a_recipe_is_that_of_the_data(
+    data: Path, tmp_path: Path, written: str, flags: list[str], expected: int | None
+) -> None:
+    (tmp_path / "own.yaml").write_text(f"eval_batches: 1\n{written}")
+    common = [f"--recipe={tmp_path / 'own.yaml'}", f"data_path={data}", "logical_shards=8", "num_steps=1"]
+    start(tmp_path / "run", *common, *flags, model=MODEL)
+    assert separator_of(tmp_path / "run") == expected
+
+
+def test_none_in_python_means_none_where_it_is_given(data: Path, tmp_path: Path) -> None:
+    flags = dict(flag.split("=") for flag in [*MODEL, *COMMON])
+    for given, expected in (({}, 0), ({"sep_token": None}, None), ({"sep_token": NO_TOKEN}, None)):
+        run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        Trainer.from_recipe(**{**flags, "data_path": data, "num_steps": 1, "ckpt_save_path": run, **given}).train()
+        assert separator_of(run) == expected
+
+
+def test_evaluation_folders_count_where_nothing_is_trained(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = [f"ckpt_load_path={prepared / 'exported'}", "eval_only=true", f"eval_datasets={prepared / 'data/web'}"]
+    main(["train", "seq_length=32", "mixed_precision=false", "logical_shards=8", *alone])
+    assert "sep_token   0, the end_of_text of prepare.json" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("written", [2, "x", -1])
+def test_prepared_datasets_that_disagree_or_cannot_be_read_are_an_error_until_sep_token_is_given(
+    data: Path, tmp_path: Path, written: object
+) -> None:
+    shutil.copytree(data / "web", data / "second")
+    rewrite(data, "second", end_of_text=written)
+    asked = [f"data_path={data}", *COMMON, "dry_run=true"]
+    error = refusal(tmp_path / "run", *asked, model=MODEL)
+    assert "data/second" in str(error) and "sep_token" in error.settings
+    start(tmp_path / "run", *asked, "sep_token=0", model=MODEL)
+    start(tmp_path / "run", *asked, "datasets=web", model=MODEL)
+
+
+def test_weights_and_data_of_other_tokenizers_are_refused_until_they_are_accepted(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new"
+    for weights, own in (("exported", "exported"), ("run", "data")):  # a Hugging Face folder; a run
+        load = [f"ckpt_load_path={prepared / weights}", "weights_only=true", *COMMON]
+        error = refusal(new, *load, f"data_path={prepared / 'wrong_data'}", model=MODEL)
+        assert "tokenizers differ, that of the weights in " in str(error) and "tokens differ, the first is" in str(
+            error
+        )
+        assert f"--tokenizer_path={prepared / own}" in str(error)
+        assert "accept_tokenizer" in error.settings
+        start(new, *load, f"data_path={prepared / 'data'}", "dry_run=true", model=MODEL)
+    accepted = [*load, f"data_path={prepared / 'wrong_data'}", "accept_tokenizer=true"]
+    start(new, *accepted, model=MODEL)
+    assert "accepted: tokenizers differ" in "".join(capsys.readouterr())
+    start(new, f"data_path={prepared / 'wrong_data'}", *COMMON, model=MODEL)  # a resumed run is not asked
+    assert settings_of(new).data.accept_tokenizer
+    assert "tokenizers differ" not in "".join(capsys.readouterr())
+    sets = f"eval_datasets={prepared / 'wrong_data/web'}"
+    main(["train", *MODEL, f"ckpt_save_path={new}", sets, "eval_only=true"])
+
+
+def test_a_tokenizer_that_is_not_that_of_the_data_is_refused(prepared: Path, tmp_path: Path) -> None:
+    flags = [f"data_path={prepared / 'data'}", *COMMON, "vocab_size=384"]
+    error = refusal(tmp_path / "new", *flags, f"tokenizer_path={prepared / 'wrong'}", model=MODEL)
+    assert f"that of --tokenizer_path={prepared / 'wrong'} and that of prepare.json in" in str(error)
+    assert "Drop the flag, or accept it: --accept_tokenizer=true" in str(error)
+    start(tmp_path / "new", *flags, f"tokenizer_path={prepared / 'given'}", "dry_run=true", model=MODEL)
+    missing = refusal(tmp_path / "new", *flags, f"tokenizer_path={tmp_path / 'new'}/tokenizer.json", model=MODEL)
+    assert isinstance(missing, DataError)
+
+
+def test_datasets_of_two_tokenizers_are_named(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("data", "wrong_data"):
+        shutil.copytree(prepared / name / "web", tmp_path / "data" / name)
+    flags = [f"data_path={tmp_path / 'data'}", *COMMON, "vocab_size=384"]
+    error = refusal(tmp_path / "new", *flags, model=MODEL)
+    assert all(f"that of prepare.json in {tmp_path / 'data' / name}" in str(error) for name in ("data", "wrong_data"))
+    assert "tokenizers differ, " in str(error) and "accept_tokenizer" in error.settings
+    start(tmp_path / "new", *flags, "accept_tokenizer=true", model=MODEL)
+    assert "accepted: tokenizers differ, that of prepare.json in" in "".join(capsys.readouterr())
+    assert settings_of(tmp_path / "new").data.tokenizer_path is None
+
+
+def test_evaluation_sets_count_at_a_start_and_in_an_evaluation(prepared: Path, tmp_path: Path) -> None:
+    sets = f"eval_datasets={prepared / 'wrong_data' / 'web'}"
+    error = refusal(tmp_path / "new", f"data_path={prepared / 'data'}", sets, *COMMON, model=MODEL)
+    assert isinstance(error, ConfigError) and str(prepared / "wrong_data/web") in str(error)
+    for weights in ("run", "exported"):
+        alone = [f"ckpt_load_path={prepared / weights}", "eval_only=true", "eval_batches=1", "mixed_precision=false"]
+        with pytest.raises(SystemExit) as ending:
+            main(["train", *alone, "seq_length=32", sets])
+        assert "that of the weights in" in str(ending.value.__context__)
+        main(["train", *alone, "seq_length=32", sets, "accept_tokenizer=true"])
+
+
+def test_runs_of_earlier_versions_with_another_tokenizer_resume(prepared: Path, tmp_path: Path) -> None:
+    flags = [f"data_path={prepared / 'data'}", *COMMON, "vocab_size=384", f"tokenizer_path={prepared / 'wrong'}"]
+    start(tmp_path / "new", *flags, "accept_tokenizer=true", model=MODEL)
+    (manifest,) = (tmp_path / "new").glob("checkpoints/step_*/manifest.json")
+    document = json.loads(manifest.read_text())
+    del document["checksum"]
+    document["config"] = document["config"].replace("  accept_tokenizer: true\n", "")
+    manifest.write_text(json.dumps(with_checksum(document)))
+    start(tmp_path / "new", *flags, model=MODEL)
+
+
+@pytest.mark.parametrize("has_sentencepiece", [False, True])
+def test_a_tokenizer_that_is_unknown_is_no_difference(
+    prepared: Path, tmp_path: Path, has_sentencepiece: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = shutil.copytree(prepared / "exported", tmp_path / "weights", ignore=shutil.ignore_patterns("tokenizer*"))
+    if has_sentencepiece:
+        (weights / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    load = [f"ckpt_load_path={weights}", *COMMON, "dry_run=true"]
+    start(tmp_path / "new", *load, f"data_path={prepared / 'wrong_data'}", model=MODEL)
+    assert "differ" not in "".join(capsys.readouterr())
+
+
+def test_data_without_a_record_is_read_with_the_tokenizer_of_the_weights(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared / "data", tmp_path / "foreign")
+    foreign = tmp_path / "foreign"
+    for name in ("web/prepare.json", "tokenizer.json"):
+        (foreign / name).unlink()
+    flags = [f"ckpt_load_path={prepared / 'exported'}", f"data_path={foreign}", *COMMON]
+    error = refusal(tmp_path / "new", *flags, f"tokenizer_path={prepared / 'wrong'}", model=MODEL)
+    assert f"that of --tokenizer_path={prepared / 'wrong'} and that of the weights in" in str(error)
+    start(tmp_path / "new", *flags, model=MODEL)
+    assert settings_of(tmp_path / "new").data.tokenizer_path == str(prepared / "exported")
+
+
+def test_a_larger_vocabulary_that_extends_that_of_the_weights_is_trained_on(prepared: Path, tmp_path: Path) -> None:
+    train_tokenizer(["some words", *TEXTS], 340).save(tmp_path / "larger")
+    encode(prepared / "web.jsonl", tmp_path / "larger", tmp_path / "data")
+    load = [f"ckpt_load_path={prepared / 'exported'}", "weights_only=true", f"data_path={tmp_path / 'data'}"]
+    start(tmp_path / "new", *load, *COMMON, "vocab_size=512", model=MODEL)

@@ -1,4 +1,4 @@
-"""Returns to older checkpoints: what a start says, what it records, and what another machine makes of it."""
+"""Returns to older checkpoints: what a start does once, records and shows, and what another machine makes of it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,200 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import checkpoints_of, events_of, losses_of
-from unit.train.whole_runs import checkpoint, diverging_after, equal, manifest_of, refusal, saved, start, started_at
+from training_runs import TINY, checkpoints_of, events_of, losses_of
+from unit.train.whole_runs import (
+    checkpoint,
+    damage,
+    equal,
+    manifest_of,
+    numbers,
+    refusal,
+    resume,
+    saved,
+    start,
+    started_at,
+)
 
-from pretraining.checkpoint.manifest import Manifest
 from pretraining.cli import main
-from pretraining.data import resume
-from pretraining.files import with_checksum
+from pretraining.config.recipes import load_config
+from pretraining.errors import CheckpointError
+from pretraining.train import build
 from pretraining.train import run as run_module
 
-EVALUATED = ("held_out_fraction=0.1", "eval_interval=4", "eval_batches=1", "checkpoint_interval=2")
+EACH = ("num_steps=6", "checkpoint_interval=1")
+CHANGES = ("learning_rate=5e-4", "skip_samples=6-7")
+BACK = (*EACH, "resume_from_checkpoint=2", *CHANGES)
 
 
-def numbers(run: Path, step: int) -> list[tuple[int, int]]:
-    """Return number and first step of the branches up to a checkpoint."""
-    return [(number, first) for number, first, _ in manifest_of(run, step)["state"]["run"]["branches"]]
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps of 6, each of them saved."""
+    run = tmp_path_factory.mktemp("begun") / "run"
+    start(run, *EACH, "run_steps=4")
+    return run
+
+
+@pytest.fixture(scope="module")
+def gone_back(begun: Path) -> Path:
+    """The same run after a return to step 2 and one step with other settings."""
+    run = shutil.copytree(begun, begun.with_name("gone_back"), symlinks=True)
+    start(run, *BACK, "run_steps=1")
+    return run
+
+
+@pytest.fixture
+def run(begun: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(begun, tmp_path / "run", symlinks=True)
+
+
+@pytest.fixture
+def returned(gone_back: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(gone_back, tmp_path / "returned", symlinks=True)
+
+
+def newest(run: Path, event: str) -> dict[str, Any]:
+    return [each for each in events_of(run) if each["event"] == event][-1]
+
+
+def set_aside(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").glob("set_aside_*/*"))
+
+
+def test_a_return_sets_newer_checkpoints_aside_begins_a_branch_and_is_recorded(begun: Path, gone_back: Path) -> None:
+    assert started_at(gone_back) == 2 and [path.name for path in set_aside(gone_back)] == ["step_3_ckp", "step_4_ckp"]
+    assert all(equal(path, begun / "checkpoints" / path.name) for path in set_aside(gone_back))
+    assert len(losses_of(gone_back)) == 3  # steps 1, 2, and 3 again
+    assert numbers(begun, 4) == [(1, 0)] and numbers(gone_back, 3) == [(1, 0), (2, 3)]
+    assert not {"return", "settings", "skip_samples"} & {each["event"] for each in events_of(begun)}
+    back = newest(gone_back, "return")
+    assert (back["step"], back["set_aside"]) == (2, [str(checkpoint(gone_back, step)) for step in (3, 4)])
+    assert newest(gone_back, "settings")["changes"]["learning_rate"] == ["0.001", "0.0005"]
+    assert newest(gone_back, "skip_samples")["samples"] == [[6, 7]]
+    assert "resume_from_checkpoint: '2'" in manifest_of(gone_back, 3)["config"]
+
+
+@pytest.mark.parametrize("repeats_the_command", [True, False])
+def test_a_return_is_not_repeated_and_trains_as_if_the_newer_checkpoints_did_not_exist(
+    repeats_the_command: bool, returned: Path, begun: Path, tmp_path: Path
+) -> None:
+    start(returned, *BACK, "run_steps=1", "keep_last=1") if repeats_the_command else resume(returned, "run_steps=1")
+    assert started_at(returned) == 3 and checkpoint(returned, 2).exists() != repeats_the_command
+    assert "resume_from_checkpoint: '2'" in manifest_of(returned, 4)["config"]  # a requeued job has done it, too
+    start(returned, *BACK) if repeats_the_command else resume(returned)
+    assert numbers(returned, 6) == [(1, 0), (2, 3)] and len(set_aside(returned)) == 2
+    assert len([each for each in events_of(returned) if each["event"] in ("return", "skip_samples")]) == 2
+    whole = shutil.copytree(begun, tmp_path / "whole")
+    for step in (3, 4):
+        shutil.rmtree(checkpoint(whole, step))
+    start(whole, *EACH, *CHANGES)
+    assert equal(checkpoint(returned, 6), checkpoint(whole, 6)) and losses_of(returned) == losses_of(whole)
+
+
+def test_a_return_by_path_is_not_repeated_in_a_copy(run: Path, tmp_path: Path) -> None:
+    resume(run, f"--resume_from_checkpoint={checkpoint(run, 2)}", "--run_steps=1")
+    resume(shutil.copytree(run, tmp_path / "copy", symlinks=True), "--run_steps=1")
+    assert started_at(tmp_path / "copy") == 3
+
+
+def test_a_return_that_is_undone_by_hand_holds_and_later_saves_are_a_branch_of_their_own(returned: Path) -> None:
+    set_aside(returned)[-1].rename(checkpoint(returned, 4))
+    resume(returned, "run_steps=1", "skip_samples=")
+    assert started_at(returned) == 4 and numbers(returned, 5) == [(1, 0), (3, 5)]
+
+
+def test_another_request_goes_back_again_and_one_that_ended_halfway_does_the_rest(
+    run: Path, begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(run, *EACH, "resume_from_checkpoint=4", "run_steps=1")
+    assert saved(run)[-1] == "step_5_ckp" and checkpoint(run, 4).exists()
+    rename, renamed = Path.rename, list[Path]()
+
+    def fail_after_the_first(path: Path, target: Path) -> Path:
+        if renamed:
+            raise OSError(5, "Input/output error", str(path))
+        renamed.append(path)
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail_after_the_first)
+        assert refusal(run, "resume_from_checkpoint=3", "run_steps=1").path == checkpoint(run, 5)
+    for name in ("mine", "step_9_ckp"):  # a start would resume from a user's copy, too; the other is unreadable
+        shutil.copytree(checkpoint(begun, 4), run / "checkpoints" / name)
+    (checkpoint(run, 9) / "manifest.json").write_text("{")
+    start(run, *EACH, "resume_from_checkpoint=3", "run_steps=1")
+    moved = sorted(path.name for path in set_aside(run))
+    assert started_at(run) == 3 and moved == ["mine", "step_4_ckp", "step_5_ckp", "step_9_ckp"]
+
+
+@pytest.mark.parametrize("killed", ["set_aside_newer", "_write_records"])
+def test_a_return_that_is_killed_is_done_or_not(run: Path, monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
+    def die(*arguments: object) -> None:
+        raise CheckpointError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, killed, die)
+        assert str(refusal(run, *BACK)) == "killed"
+    is_done = not checkpoint(run, 4).exists()
+    assert is_done == (killed == "_write_records")
+    assert load_config(run / "config.yaml").checkpoint.resume_from_checkpoint is None
+    resume(run, "run_steps=1")
+    assert started_at(run) == (2 if is_done else 4)
+
+
+def test_a_return_that_is_refused_moves_nothing(run: Path, begun: Path) -> None:
+    (run / "checkpoints" / "aside" / "2").mkdir(parents=True)
+    before = saved(run)
+    others = ["7", "step_7_ckp", checkpoint(begun, 7), run, run / "checkpoints", run / "checkpoints" / "aside" / "2"]
+    for request in others:
+        error = refusal(run, f"resume_from_checkpoint={request}")
+        assert isinstance(error, CheckpointError) and error.settings == ("resume_from_checkpoint",), request
+    for flag in ("optimizer=sgdm", "seq_length=16", "hidden_size=16", "weights_only=true", f"ckpt_load_path={begun}"):
+        assert flag.partition("=")[0] in str(refusal(run, "resume_from_checkpoint=2", flag))
+    damage(checkpoint(run, 2))
+    (checkpoint(run, 3) / "manifest.json").write_text("{}")
+    for step in (2, 3):
+        error = refusal(run, f"resume_from_checkpoint={step}")
+        assert str(checkpoint(run, step)) in str(error) and error.settings == ("resume_from_checkpoint",)
+    assert saved(run) == before
+
+
+def test_a_start_that_does_not_repeat_its_return_logs_how_to_do_it_again(
+    returned: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(returned, *BACK)
+    losses = losses_of(returned)
+    caplog.clear()
+    start(returned, *BACK)
+    assert started_at(returned) == 6
+    [line] = [each for each in caplog.messages if "To go back again" in each]
+    named = re.search(r"first move newer checkpoints to a new folder (\S+)<name>", line)
+    assert named is not None
+    new = Path(f"{named[1]}mine")
+    new.mkdir()
+    for step in range(3, 7):
+        checkpoint(returned, step).rename(new / f"step_{step}_ckp")
+    start(returned, *BACK)
+    assert started_at(returned) == 2 and losses_of(returned) == losses
+
+
+def samples_of(capsys: pytest.CaptureFixture[str], *words: object) -> list[int]:
+    """Return the samples that `inspect` shows."""
+    capsys.readouterr()
+    main(["inspect", *map(str, words), "--json=true"])
+    lines = capsys.readouterr().out.splitlines()
+    return sorted(json.loads(line)["sample_id"] for line in lines if line.startswith("{"))
+
+
+def test_inspect_shows_a_run_after_a_return_and_takes_a_step_a_name_or_a_path(
+    returned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert samples_of(capsys, returned, "--step=4") == [8, 9]
+    for request in ("2", "step_2_ckp", checkpoint(returned, 2)):
+        before = [f"--resume_from_checkpoint={request}", "--step=4"]
+        assert samples_of(capsys, returned, *before) == [6, 7]
+        flags = [*TINY, "use_dummy_dataset=true", f"ckpt_save_path={returned}"]
+        assert samples_of(capsys, *flags, *before) == [6, 7]
+        assert samples_of(capsys, *flags, *before, "--skip_samples=6-7") == [8, 9]
 
 
 def listed(run: Path | str, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
@@ -31,147 +210,6 @@ def listed(run: Path | str, capsys: pytest.CaptureFixture[str]) -> dict[str, dic
     capsys.readouterr()
     main(["list", str(run), "--json"])
     return {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
-
-
-def newest(run: Path, event: str) -> dict[str, Any]:
-    return [each for each in events_of(run) if each["event"] == event][-1]
-
-
-def test_a_return_and_a_rollback_begin_a_branch_and_a_resume_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = ("checkpoint_interval=2", "num_steps=8")
-    start(tmp_path, *flags, "run_steps=4")
-    start(tmp_path, *flags, "run_steps=2")
-    assert numbers(tmp_path, 2) == numbers(tmp_path, 6) == [(1, 0)]
-    start(tmp_path, *flags, "resume_from_checkpoint=4", "run_steps=2")
-    start(tmp_path, *flags, "run_steps=1")
-    assert numbers(tmp_path, 4) == [(1, 0)] and numbers(tmp_path, 7) == [(1, 0), (2, 5)]
-    diverging_after(7, monkeypatch)
-    start(tmp_path, *flags, "max_skipped_steps=2", "max_rollbacks=1", "num_steps=10")
-    assert numbers(tmp_path, 7) == numbers(tmp_path, 10) == [(1, 0), (2, 5), (3, 7)]
-
-
-def test_a_return_that_is_undone_by_hand_holds_and_later_saves_are_a_branch_of_their_own(tmp_path: Path) -> None:
-    flags = ("checkpoint_interval=2", "num_steps=8")
-    start(tmp_path, *flags)
-    start(tmp_path, *flags, "resume_from_checkpoint=4", "run_steps=1")
-    for path in (tmp_path / "checkpoints").glob("set_aside_*/*"):
-        path.rename(tmp_path / "checkpoints" / path.name)
-    start(tmp_path, *flags, "num_steps=10")
-    assert started_at(tmp_path) == 8 and numbers(tmp_path, 10) == [(1, 0), (3, 9)]
-
-
-def test_a_run_of_an_earlier_version_begins_its_branches_at_its_next_save(tmp_path: Path) -> None:
-    start(tmp_path, "checkpoint_interval=2")
-    for step in (2, 4):
-        document = manifest_of(tmp_path, step)
-        del document["checksum"], document["state"]["run"]
-        (checkpoint(tmp_path, step) / "manifest.json").write_text(json.dumps(with_checksum(document)))
-    start(tmp_path, "num_steps=6")
-    assert numbers(tmp_path, 6) == [(1, 5)]
-    assert Manifest.parse(manifest_of(tmp_path, 2), "").branches == ()
-
-
-def exchange_disks(root: Path) -> None:
-    """Put the folder `old` in the place of `run`, as on another machine, and name that one `first`."""
-    (root / "run").rename(root / "first")
-    (root / "old").rename(root / "run")
-
-
-def test_row_63_an_old_disk_does_not_bring_back_what_the_stores_retention_has_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = (f"ckpt_mirror_path=file://{tmp_path}/store", "num_steps=12", "keep_last=1", "preempt_interval=100")
-    for _ in range(3):
-        start(tmp_path / "run", *flags, "run_steps=2")
-    shutil.copytree(tmp_path / "run", tmp_path / "old", symlinks=True)
-    shutil.copytree(checkpoint(tmp_path / "run", 6), tmp_path / "old" / "checkpoints" / "step_9_ckp")  # never copied
-    document = manifest_of(tmp_path / "old", 9) | {"step": 9}
-    del document["checksum"]
-    (checkpoint(tmp_path / "old", 9) / "manifest.json").write_text(json.dumps(with_checksum(document)))
-    start(tmp_path / "run", *flags, "run_steps=1")  # step 7
-    start(tmp_path / "run", *flags, "resume_from_checkpoint=7", "run_steps=1")  # step 8, without a record of step 9
-    assert not list((tmp_path / "store").rglob("set_aside.json"))
-    exchange_disks(tmp_path)
-    start(tmp_path / "run", *flags, "run_steps=2", "learning_rate=2e-3")
-    assert started_at(tmp_path / "run") == 8
-    assert [path.parent.name[:10] for path in tmp_path.rglob("step_9_ckp")] == ["set_aside_"]
-
-
-def test_a_copy_that_another_machine_makes_during_a_start_is_not_set_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    flags = (f"ckpt_mirror_path=file://{tmp_path}/store", "num_steps=8")
-    start(tmp_path / "run", *flags, "run_steps=2")
-    shutil.copytree(tmp_path / "run", tmp_path / "old", symlinks=True)
-    start(tmp_path / "run", *flags, "run_steps=2")
-    newer, away = checkpoint(tmp_path / "store", 4), tmp_path / "away"
-    newer.rename(away)
-    list_copies = run_module.list_copies
-
-    def list_and_commit(*args: Any) -> Any:
-        found = list_copies(*args)
-        if away.exists():
-            away.rename(newer)
-        return found
-
-    monkeypatch.setattr(run_module, "list_copies", list_and_commit)
-    exchange_disks(tmp_path)
-    start(tmp_path / "run", *flags, "run_steps=2")
-    assert "step_4_ckp" in caplog.text and checkpoints_of(tmp_path / "run") >= {"step_4_ckp", "step_6_ckp"}
-    assert equal(checkpoint(tmp_path / "run", 4), checkpoint(tmp_path / "first", 4))
-    assert not list((tmp_path / "store").rglob("set_aside.json"))
-
-
-def test_a_rollback_to_initial_weights_keeps_the_order_of_an_old_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = ("max_skipped_steps=2", "max_rollbacks=1", "checkpoint_interval=1", "num_steps=4")
-    monkeypatch.setattr(resume, "ORDER_VERSION", 1)  # the version that began the run
-    diverging_after(0, monkeypatch, then=lambda: monkeypatch.setattr(resume, "ORDER_VERSION", 2))
-    start(tmp_path, *flags)
-    assert [manifest_of(tmp_path, step)["data"]["order_version"] for step in (0, 4)] == [1, 1]
-    assert manifest_of(tmp_path, 0)["data"]["skipped"] == [[0, 4]]
-
-
-def test_an_event_tells_of_a_return_of_changed_settings_and_of_skipped_samples(tmp_path: Path) -> None:
-    start(tmp_path, "checkpoint_interval=2")
-    assert not {"return", "settings", "skip_samples"} & {each["event"] for each in events_of(tmp_path)}
-    start(tmp_path, "checkpoint_interval=2", "resume_from_checkpoint=2", "learning_rate=2e-3", "skip_samples=6-7")
-    back = newest(tmp_path, "return")
-    assert back["step"] == 2 and [Path(each).name for each in back["set_aside"]] == ["step_4_ckp"]
-    assert newest(tmp_path, "settings")["changes"]["learning_rate"] == ["0.001", "0.002"]
-    assert newest(tmp_path, "skip_samples")["samples"] == [[6, 7]]
-    start(tmp_path, "num_steps=6", "learning_rate=2e-3", "skip_samples=6-7")
-    assert len([each for each in events_of(tmp_path) if each["event"] in ("return", "skip_samples")]) == 2
-    start(tmp_path / "new", "skip_samples=3,5-6")
-    assert newest(tmp_path / "new", "skip_samples") | {"samples": [[3, 3], [5, 6]], "step": 0} == newest(
-        tmp_path / "new", "skip_samples"
-    )
-
-
-def test_a_return_that_is_done_is_said_with_the_way_to_do_it_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    flags = ("checkpoint_interval=2", "num_steps=6", "resume_from_checkpoint=2")
-    start(tmp_path, *flags[:2])
-    for rate in ("1e-4", "2e-4", "3e-4"):
-        start(tmp_path, *flags, f"learning_rate={rate}")
-        first = losses_of(tmp_path)[-4:]
-        caplog.clear()
-        start(tmp_path, *flags, f"learning_rate={rate}")
-        assert started_at(tmp_path) == 6
-        [line] = [each for each in caplog.messages if "To go back again" in each]
-        named = re.search(r"first move newer checkpoints to a new folder (\S+)<name>", line)
-        assert named is not None
-        new = Path(f"{named[1]}{rate}")
-        new.mkdir()
-        for step in (4, 6):
-            checkpoint(tmp_path, step).rename(new / f"step_{step}_ckp")
-        assert saved(tmp_path)[-1] == "step_2_ckp"
-    start(tmp_path, *flags, "learning_rate=3e-4")
-    assert started_at(tmp_path) == 2 and losses_of(tmp_path)[-4:] == first
 
 
 def test_list_shows_what_is_set_aside_and_naming_it_says_how_to_take_it_back(
@@ -193,6 +231,7 @@ def test_list_shows_what_is_set_aside_and_naming_it_says_how_to_take_it_back(
     for request in (str(path), "step_4_ckp", "4"):
         error = str(refusal(run, *flags, f"resume_from_checkpoint={request}"))
         assert f"move {path} to {run}/checkpoints" in error and "rename its set_aside.json in the mirror" in error
+        assert "If there is one of its name, give another name" in error
     path.rename(checkpoint(run, 4))
     [record] = (tmp_path / "store").rglob("set_aside.json")
     record.rename(record.with_name("manifest.json"))
@@ -200,42 +239,44 @@ def test_list_shows_what_is_set_aside_and_naming_it_says_how_to_take_it_back(
     assert started_at(run) == 4 and equal(checkpoint(run, 4), four)
 
 
-def test_a_step_that_was_saved_again_is_taken_back_under_another_name(tmp_path: Path) -> None:
-    run, flags = tmp_path / "run", ("checkpoint_interval=2", f"ckpt_mirror_path=file://{tmp_path}/store")
-    start(run, *flags)
-    first = shutil.copytree(checkpoint(run, 4), tmp_path / "first")
-    start(run, *flags, "resume_from_checkpoint=2", "learning_rate=1e-2")
-    again = shutil.copytree(checkpoint(run, 4), tmp_path / "again")
-    [path] = (run / "checkpoints").glob("set_aside_*/step_4_ckp")
-    assert "If there is one of its name, give another name" in str(
-        refusal(run, *flags, f"resume_from_checkpoint={path}")
-    )
-    path.rename(run / "checkpoints" / "step_4_ckp.back")
-    start(run, *flags, "num_steps=6", "resume_from_checkpoint=step_4_ckp.back")
-    assert started_at(run) == 4 and equal(checkpoint(run, 4).with_suffix(".back"), first)
-    assert numbers(run, 6) == [(1, 0), (3, 5)]
-    for place in (run, tmp_path / "store"):  # nothing is lost on the way
-        assert equal(checkpoint(place, 4), again) and equal(checkpoint(place, 4).with_suffix(".back"), first)
-
-
-def test_a_checkpoint_shows_the_evaluation_of_its_own_step_or_none(
+def test_a_checkpoint_shows_the_evaluation_of_its_own_step_or_none_and_best_has_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    start(tmp_path, *EVALUATED, "num_steps=10", "learning_rate=1e-2", "run_steps=4")
-    start(tmp_path, *EVALUATED, "num_steps=10", "learning_rate=3")
-    rows = listed(tmp_path, capsys)
-    evaluated = {name for name, row in rows.items() if row["evaluation_loss"] is not None}
-    assert evaluated == {"step_4_ckp", "step_8_ckp", "step_10_ckp"}  # the end is evaluated, too
+    evaluated = ("held_out_fraction=0.1", "eval_interval=4", "eval_batches=1", "num_steps=10", "checkpoint_interval=3")
+    start(tmp_path, *evaluated, "learning_rate=1e-2", "run_steps=4")
+    start(tmp_path, *evaluated, "learning_rate=3")
+    shown = {name for name, row in listed(tmp_path, capsys).items() if row["evaluation_loss"] is not None}
+    assert shown == {"step_4_ckp", "step_10_ckp"}  # step 8 was evaluated and not saved
     assert manifest_of(tmp_path, 6)["evaluation_loss"] == manifest_of(tmp_path, 4)["evaluation_loss"]  # the newest one
     best = tmp_path / "checkpoints" / "best"
     assert best.readlink() == Path("step_4_ckp")
     shutil.rmtree(best.resolve())
     caplog.clear()
-    start(tmp_path, *EVALUATED, "num_steps=10", "learning_rate=3")
-    assert str(best.readlink()) in ("step_8_ckp", "step_10_ckp") and f"is gone from {tmp_path}" in caplog.text
+    start(tmp_path, *evaluated, "learning_rate=3")
+    assert best.readlink() == Path("step_10_ckp") and f"is gone from {tmp_path}" in caplog.text
 
 
-def test_a_best_checkpoint_is_evaluated_also_if_saves_and_evaluations_differ(tmp_path: Path) -> None:
-    start(tmp_path, *EVALUATED[:3], "checkpoint_interval=3", "num_steps=9")
-    best = (tmp_path / "checkpoints" / "best").readlink()
-    assert best in (Path("step_4_ckp"), Path("step_8_ckp"), Path("step_9_ckp"))
+def test_a_copy_that_another_machine_makes_during_a_start_is_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = (f"ckpt_mirror_path=file://{tmp_path}/store", "num_steps=8")
+    start(tmp_path / "run", *flags, "run_steps=2")
+    shutil.copytree(tmp_path / "run", tmp_path / "old", symlinks=True)
+    start(tmp_path / "run", *flags, "run_steps=2")
+    newer, away = checkpoint(tmp_path / "store", 4), tmp_path / "away"
+    newer.rename(away)
+    list_copies = run_module.list_copies
+
+    def list_and_commit(*args: Any) -> Any:
+        found = list_copies(*args)
+        if away.exists():
+            away.rename(newer)
+        return found
+
+    monkeypatch.setattr(run_module, "list_copies", list_and_commit)
+    (tmp_path / "run").rename(tmp_path / "first")
+    (tmp_path / "old").rename(tmp_path / "run")  # as on another machine
+    start(tmp_path / "run", *flags, "run_steps=2")
+    assert "step_4_ckp" in caplog.text and checkpoints_of(tmp_path / "run") >= {"step_4_ckp", "step_6_ckp"}
+    assert equal(checkpoint(tmp_path / "run", 4), checkpoint(tmp_path / "first", 4))
+    assert not list((tmp_path / "store").rglob("set_aside.json"))

@@ -1,20 +1,33 @@
-"""Whole runs in this process: their output, their files, and a second start."""
+"""Whole runs in this process: their messages and files, lengths and rates, and what may change at a second start."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from training_runs import events_of, losses_of, metrics_of, status_of, write_dataset, write_two_datasets
-from unit.train.whole_runs import manifest_of, refusal, saved, start, started_at, write_tokenizer
+from training_runs import (
+    VOCABULARY,
+    events_of,
+    losses_of,
+    metrics_of,
+    reports_of,
+    status_of,
+    write_dataset,
+    write_two_datasets,
+)
+from unit.train.whole_runs import equal, manifest_of, refusal, saved, start, started_at, write_tokenizer
 
+from pretraining.checkpoint.run_folder import newest_run_path
+from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import load_config
 from pretraining.errors import CheckpointError
+from pretraining.files import with_checksum
 from pretraining.launch.terminal import escape_controls
-from pretraining.observability.trackers import TrackedRun
 
 
 def tokens_seen(run: Path) -> list[int]:
@@ -50,22 +63,11 @@ def test_the_resolved_settings_are_written_out_and_start_the_same_run(tmp_path: 
     assert "learning_rate: 0.002" in manifest_of(tmp_path, 4)["config"]
 
 
-def test_a_second_start_continues_a_third_trains_nothing_and_another_run_starts_from_it(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    for begins, flags in ((0, ["run_steps=2"]), (2, []), (4, [])):
-        start(run, *flags)
-        assert started_at(run) == begins
-    assert [line["step"] for line in metrics_of(run)] == [1, 2, 3, 4]
-    times = [manifest_of(run, step)["seconds"] for step in (2, 4)]
-    assert 0 < times[0] < times[1]
-    start(tmp_path / "other", f"ckpt_load_path={run}", "num_steps=6")
-    assert len(losses_of(tmp_path / "other")) == 2
-
-
 def test_events_of_all_starts_are_kept(tmp_path: Path) -> None:
     evaluating = ["held_out_fraction=0.1", "eval_interval=2", "eval_batches=1", "checkpoint_interval=2"]
     start(tmp_path, "run_steps=3", *evaluating)
     start(tmp_path, *evaluating, "global_batch_size=4")
+    assert 0 < manifest_of(tmp_path, 2)["seconds"] < manifest_of(tmp_path, 4)["seconds"]
     at = {step: f"{tmp_path}/checkpoints/step_{step}_ckp" for step in (2, 3, 4)}
     evaluations = [event for event in events_of(tmp_path) if event["event"] == "evaluation"]
     assert [event["step"] for event in evaluations] == [2, 4]
@@ -83,28 +85,6 @@ def test_events_of_all_starts_are_kept(tmp_path: Path) -> None:
         {"step": 4, "event": "checkpoint", "kind": "final", "path": at[4]},
         {"step": 4, "event": "end", "status": "finished", "reason": second},
     ]
-
-
-class Service:
-    """User-defined tracker that records its first calls."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        self.run_id = run.run_id or f"{run.name} from {run.restored_step}"
-
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_run_keeps_its_id_in_checkpoints_and_one_that_starts_from_it_has_its_own(tmp_path: Path) -> None:
-    own = "unit.train.test_run:Service"
-    start(tmp_path / "first", f"tracker={own}", "run_steps=2")
-    start(tmp_path / "first", f"tracker={own}")
-    start(tmp_path / "second", f"tracker={own}", f"ckpt_load_path={tmp_path}/first", "num_steps=5")
-    for name, step, run_id in (("first", 4, "first from 0"), ("second", 5, "second from 4")):
-        assert manifest_of(tmp_path / name, step)["state"]["trackers"] == {own: run_id}
 
 
 def test_metrics_that_cannot_be_written_end_a_run_before_it_trains(tmp_path: Path) -> None:
@@ -145,15 +125,13 @@ def test_lengths_and_intervals_may_be_tokens_epochs_and_time(tmp_path: Path) -> 
 def test_a_run_with_a_tokenizer_ends_with_generated_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     flags = [f"vocab_size={write_tokenizer(tmp_path / 'tokenizer')}", f"tokenizer_path={tmp_path / 'tokenizer'}"]
-    flags += ["sample_prompt=def", "sample_tokens=5"]
-    start(run, *flags)
+    flags += ["sample_prompt=def", "sample_tokens=5", "num_steps=2", "held_out_fraction=0.1", "eval_interval=1"]
+    start(run, *flags, "sample_at_evaluations=true", "eval_batches=1")
     out = capsys.readouterr().out
     start(run, *flags)  # the run is finished: the same files are written
-    (kept,) = (event for event in events_of(run) if event["event"] == "sample")
-    first_line = escape_controls(kept["text"].splitlines()[0])
-    assert kept["prompt"] == "def" and f"    def{first_line}" in out
-    start(tmp_path / "silent", *flags, "sample_tokens=0")
-    assert not any(event["event"] == "sample" for event in events_of(tmp_path / "silent"))
+    (_, kept) = (event for event in events_of(run) if event["event"] == "sample")
+    assert out.count("generated text") == out.count("evaluation_loss") == 2
+    assert kept["prompt"] == "def" and f"    def{escape_controls(kept['text'].splitlines()[0])}" in out
     error = refusal(tmp_path / "refused", *flags, "vocab_size=64")  # before training
     assert "vocab_size" in error.settings and not (tmp_path / "refused").exists()
 
@@ -197,15 +175,6 @@ def test_another_schedule_or_length_at_a_resume_changes_the_learning_rate_from_t
     assert rates == pytest.approx([0.01, 0.0075, 0.0075, 0.00625, 0.01, 0.01, 0.01, 0.01 * (1 - 0.5**0.5), 0.0])
 
 
-def test_a_document_mask_may_change_at_a_resume(tmp_path: Path) -> None:
-    data = write_two_datasets(tmp_path / "data")
-    for mask in ("false", "true", "false"):
-        start(
-            tmp_path / "run", f"data_path={data}", "num_steps=6", "sep_token=0", "run_steps=2", f"document_mask={mask}"
-        )
-    assert tokens_seen(tmp_path / "run") == [64 * step for step in range(1, 7)]
-
-
 def test_a_run_resumes_after_a_time_limit_and_a_limit_shorter_than_a_start_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,3 +186,124 @@ def test_a_run_resumes_after_a_time_limit_and_a_limit_shorter_than_a_start_is_re
     assert {"time_limit", "max_starts_without_progress"} <= set(ends[-1].settings)
     start(tmp_path, "time_limit=0s", "max_starts_without_progress=0")
     assert status_of(tmp_path)["status"] == "finished"
+
+
+def test_a_float16_run_resumes_bit_for_bit_with_the_scale_of_its_loss(tmp_path: Path) -> None:
+    whole, stopped, flags = tmp_path / "whole", tmp_path / "stopped", ["mixed_precision=true", "mp_dtype=float16"]
+    start(whole, *flags)
+    for _ in range(2):
+        start(stopped, *flags, "run_steps=2")
+    assert losses_of(whole) == losses_of(stopped) and equal(whole, stopped)
+    for run in (whole, stopped):
+        assert manifest_of(run, 4)["state"]["loss_scale"] == {"scale": 2.0**16, "steps": 4}
+
+
+@pytest.mark.parametrize("tied", ["false", "true"])
+def test_a_model_made_whole_has_the_same_weights_as_one_made_in_shards(tied: str, tmp_path: Path) -> None:
+    for whole in ("true", "false"):
+        start(tmp_path / whole, f"tie_word_embeddings={tied}", f"low_cpu_fsdp={whole}", "num_steps=3")
+    assert losses_of(tmp_path / "true") == losses_of(tmp_path / "false")
+
+
+def test_blocks_are_not_recompiled_for_the_documents_of_each_step(tmp_path: Path) -> None:
+    error = refusal(tmp_path, "use_torch_compile=true", "document_mask=true")
+    assert {"use_torch_compile", "document_mask"} <= set(error.settings)
+
+
+def test_a_default_warm_up_of_another_system_fits_any_run_and_a_given_one_is_refused_by_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    write_dataset(tmp_path / "data" / "a")
+    model = {"d_model": 32, "n_heads": 4, "n_layers": 2, "d_ff": 64, "vocab_size": VOCABULARY, "max_seq_len": 256}
+    guide = tmp_path / "guide.json"
+    guide.write_text(json.dumps({**model, "num_epochs": 1, "use_amp": False, "batch_size": 8}))
+    flags = [str(guide), f"--data_path={tmp_path / 'data'}", "--sep_token=0", "--logical_shards=8", "--run_steps=1"]
+    main(["train", *flags, f"--ckpt_save_path={tmp_path / 'run'}"])
+    length = int(re.findall(r"(\d+) steps, warm-up over the first", caplog.text)[0])
+    assert f"warmup_steps is {length // 10}: the 1000 of another system's default" in caplog.text
+    assert f"warmup_steps: {length // 10}\n" in (tmp_path / "run" / "config.yaml").read_text()
+    guide.write_text(json.dumps({**model, "num_epochs": 1, "use_amp": False, "warmup_steps": 9999}))
+    with pytest.raises(SystemExit) as error:
+        main(["train", *flags, f"--ckpt_save_path={tmp_path / 'b'}"])
+    assert f"{guide}: warmup_steps: 9999" in str(error.value.__context__)
+
+
+def test_a_refused_start_is_no_run_to_go_on_with(tmp_path: Path) -> None:
+    refusal(tmp_path / "runs" / "{timestamp}", "warmup_steps=2ep")
+    pattern = str(tmp_path / "runs" / "{timestamp}")
+    [refused] = (tmp_path / "runs").iterdir()
+    assert newest_run_path(pattern) == pattern
+    start(tmp_path / "runs" / "{timestamp}", "num_steps=1")
+    assert len(list((tmp_path / "runs").iterdir())) == 2 and newest_run_path(pattern) != str(refused)
+
+
+def test_the_header_names_the_family_its_switches_and_the_factor_of_muons_updates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An orthogonal update of an m x n matrix has 0.2 sqrt(max(m, n)) here, and sqrt(max(1, m / n)) in plain Muon."""
+    caplog.set_level("INFO")
+    start(tmp_path / "a", "model_variant=qwen3_0.6b", "head_dim=16", "dry_run=true")
+    assert "model       qwen3, " in caplog.text and "qk_norm head, model_family qwen3" in caplog.text
+    start(tmp_path / "b", "optimizer=muon", "intermediate_size=128", "dry_run=true")
+    assert "updates of matrices are 1.13, 2.26 (down_proj) times as long as of plain Muon" in caplog.text
+
+
+LINE = {step: 2e-3 * (12 - step) / 3 for step in range(9, 13)}  # the rate of the update that ends in a step
+
+
+def rates(run: Path) -> dict[int, float]:
+    return {report["step"]: report["learning_rate"] for report in reports_of(run)}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    start(tmp_path / "source", "num_steps=8", "learning_rate=2e-3", "schedule=constant", "warmup_steps=0")
+    return tmp_path / "source"
+
+
+def anneal(run: Path, *flags: str) -> None:
+    start(run, "training_stage=annealing", "learning_rate=2e-3", "num_steps=12", "checkpoint_interval=1", *flags)
+
+
+def test_annealing_begins_at_the_checkpoint_of_another_run_and_continues_in_restarts(
+    source: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "annealed"
+    for _ in range(4):
+        anneal(run, f"ckpt_load_path={source}", "run_steps=1")
+    assert rates(run) == pytest.approx(LINE)
+    assert manifest_of(run, 9)["data"]["next_sample"] == manifest_of(source, 8)["data"]["next_sample"] + 2
+
+
+def test_annealing_begins_in_the_same_run_and_again_after_a_return(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    anneal(source, "run_steps=2")
+    assert "learning rate is 0.002" in "".join(capsys.readouterr())
+    anneal(source)
+    assert {step: rate for step, rate in rates(source).items() if step > 8} == pytest.approx(LINE)
+    start(
+        source, "resume_from_checkpoint=8", "schedule=constant", "warmup_steps=0", "num_steps=10", "learning_rate=2e-3"
+    )
+    anneal(source, "num_steps=14")
+    assert rates(source)[11] == pytest.approx(2e-3) and rates(source)[14] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_annealing_of_an_earlier_version_keeps_its_line_from_step_0(tmp_path: Path) -> None:
+    anneal(tmp_path, "run_steps=4")
+    document: dict[str, Any] = manifest_of(tmp_path, 4)
+    del document["state"]["schedule"], document["checksum"]
+    file = tmp_path / "checkpoints" / "step_4_ckp" / "manifest.json"
+    file.write_text(json.dumps(with_checksum(document)))
+    anneal(tmp_path)
+    assert rates(tmp_path) == pytest.approx({step: 2e-3 * (12 - step) / 11 for step in range(1, 13)})
+
+
+def test_a_length_that_ends_before_the_start_point_is_logged_with_what_it_counts_from(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    anneal(tmp_path / "annealed", f"ckpt_load_path={source}", "num_steps=4")
+    said = "".join(capsys.readouterr())
+    assert "at step 8 of 4" in said and "--num_steps counts from step 0" in said and "above 8" in said
+    assert started_at(tmp_path / "annealed") == 8

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from training_runs import TINY
 
-from pretraining import CheckpointConfig, DataConfig, TrainConfig, Trainer
+from pretraining import DataConfig, TrainConfig, Trainer
 from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
-from pretraining.errors import CheckpointError, ConfigError
+from pretraining.errors import CheckpointError
 
 DUMMY = ["use_dummy_dataset=true", "num_steps=8"]
 WITHOUT_TRACKER = [flag for flag in TINY if not flag.startswith("tracker")]
@@ -54,30 +54,3 @@ def test_in_python_a_run_without_a_folder_has_no_paths(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="ckpt_save_path=None"):
         trainer.evaluate()
     assert not list(folder.iterdir())
-
-
-@pytest.mark.parametrize(
-    "flag",
-    [
-        *("checkpoint_interval=10", "keep_last=2", "ckpt_load_path=runs/a", "resume_from_checkpoint=3"),
-        *("weights_only=1", "init_from=resume", "max_rollbacks=1", "use_profiler=true"),
-        *("memory_snapshot=true", "tracker=tensorboard"),
-    ],
-)
-def test_settings_that_need_a_folder_are_refused_without_one(flag: str) -> None:
-    name = flag.partition("=")[0]
-    for path in ([], ["ckpt_save_path=none"]):
-        with pytest.raises(ConfigError) as refused:
-            load_train_config([*DUMMY, *path, flag])
-        assert {name, "ckpt_save_path"} <= set(refused.value.settings)
-    load_train_config([*DUMMY, "checkpoint_interval=0", "save_best=false"])  # settings that are off need no folder
-
-
-def test_an_evaluation_alone_needs_something_to_evaluate() -> None:
-    common = ["data_path=d", "held_out_fraction=0.1", "eval_only=true", "ckpt_save_path=none"]
-    with pytest.raises(ConfigError) as refused:
-        load_train_config(common)
-    assert "ckpt_load_path" in refused.value.settings
-    assert load_train_config([*common, "ckpt_load_path=runs/a"]).checkpoint == CheckpointConfig(
-        ckpt_save_path=None, ckpt_load_path="runs/a"
-    )

@@ -1,3 +1,5 @@
+"""A training step: gradients, clipping, skipped updates, the scale of a loss in half precision, documents in rows."""
+
 from __future__ import annotations
 
 import math
@@ -7,6 +9,7 @@ import pytest
 import torch
 from tiny_model import single_dims
 from tiny_shape import TINY_SHAPE
+from unit.data.packed_rows import pack
 
 from pretraining.config.training import LossConfig, OptimizerConfig
 from pretraining.data.batch import MicroBatch, StepBatch
@@ -17,7 +20,6 @@ from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama
 from pretraining.observability.collector import Collector
 from pretraining.observability.metrics import Metrics
-from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.horizon import Horizon
 from pretraining.optim.registry import build_optimizer
 from pretraining.optim.schedules import LearningRate
@@ -64,22 +66,6 @@ def micro_batches(tokens: torch.Tensor, size: int) -> StepBatch:
 def values(context: StepContext) -> list[torch.Tensor]:
     kept = [value for state in context.optimizer.state.values() for value in state.values()]
     return [local_part(tensor).detach().clone() for tensor in (*context.model.parameters.values(), *kept)]
-
-
-def test_how_a_batch_is_cut_changes_rounding_only() -> None:
-    tokens = sequences(6)
-    outcomes: list[StepOutcome] = []
-    weights = []
-    for size in (6, 2, 4):  # one micro-batch, three, two with padding
-        context = context_for_step()
-        outcomes.append(train_step(context, micro_batches(tokens, size), 0))
-        weights.append(values(context))
-    for outcome, tensors in zip(outcomes[1:], weights[1:], strict=True):
-        assert float(outcome.loss_sum) == pytest.approx(float(outcomes[0].loss_sum), rel=1e-6)
-        assert float(outcome.grad_norm) == pytest.approx(float(outcomes[0].grad_norm), rel=1e-5)
-        assert int(outcome.valid_tokens) == int(outcomes[0].valid_tokens) == 6 * 8
-        for one, other in zip(weights[0], tensors, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_each_micro_batch_is_progress_that_the_watchdog_sees() -> None:
@@ -161,3 +147,27 @@ def test_z_loss_is_minimised_and_reported_apart() -> None:
     of_a_token = 0.1 * math.log(TINY_SHAPE.vocab_size) ** 2
     assert reports[1]["z_loss"] == pytest.approx(of_a_token, rel=0.05)
     assert float(outcomes[1].grad_norm) != pytest.approx(float(outcomes[0].grad_norm), rel=0.01)
+
+
+def test_a_step_is_the_same_whether_documents_share_rows_or_not() -> None:
+    rows = [[4, 3, 2], [9], [5, 4]]
+    shared, lengths = pack(9, rows, vocab_size=TINY_SHAPE.vocab_size), [length for row in rows for length in row]
+    alone = [pack(9, [[length] for length in half]) for half in (lengths[:3], lengths[3:])]
+    pieces = [piece for number, row in enumerate(rows) for piece in shared.tokens_BT[number, : sum(row)].split(row)]
+    for number, piece in enumerate(pieces):
+        alone[number // 3].tokens_BT[number % 3, : len(piece)] = piece
+    outcomes, weights, spans = [], [], []
+    for micro_batches in ([shared, pack(9, [[], [], []])], alone):
+        context = context_for_step()
+        outcomes.append(train_step(context, StepBatch(0, 0, micro_batches), 0))
+        weights.append(values(context))
+        context.collector.end_step(outcomes[-1])
+        spans.append(context.collector.report(outcomes[-1])[1])
+    for outcome in outcomes:
+        assert int(outcome.valid_tokens) == sum(length - 1 for length in lengths)
+        assert float(outcome.loss_sum) == pytest.approx(float(outcomes[0].loss_sum), rel=1e-6)
+        assert float(outcome.grad_norm) == pytest.approx(float(outcomes[0].grad_norm), rel=1e-5)
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    # The last token of a row is only a label: 4 + 3 + 1, 8, 5 + 3, and three rows of padding.
+    assert spans[0] == pytest.approx((16 + 9 + 1 + 64 + 25 + 9 + 3 * 64) / 48)

@@ -1,4 +1,4 @@
-"""Whole runs in this process that start from weights, write full checkpoints, or resume from other forms."""
+"""Whole runs that start from weights, with the same model or a changed one, and runs in both forms of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from typing import Any
 import pytest
 import torch
 from tiers import first_quick
-from training_runs import TINY, losses_of, metrics_of, status_of
-from unit.train.whole_runs import checkpoint, equal, refusal, saved, start, started_at, tensors_of
+from training_runs import TINY, losses_of, metrics_of
+from unit.train.whole_runs import (
+    checkpoint,
+    equal,
+    manifest_of,
+    refusal,
+    start,
+    started_at,
+    tensors_of,
+    write_tokenizer,
+)
 
-from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.manifest import FULL_FILES
 from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import load_config
 from pretraining.config.variants import resolve_shape
-from pretraining.errors import CheckpointError
+from pretraining.data.tokenizer import load_tokenizer
 from pretraining.tools.verify import faults_of
 
 # The dimensions of TINY, for runs that adopt those of their start point.
@@ -29,29 +37,6 @@ MODEL = {"model_variant", "hidden_size", "intermediate_size", "num_hidden_layers
 DIMENSIONLESS = [flag for flag in TINY if flag.partition("=")[0] not in MODEL]
 
 KINDS = {"tied": ["tie_word_embeddings=true"], "plain": [], "scaled": ["rope_theta=5e5", "rope_scaling=8,1,4,16"]}
-
-
-@pytest.mark.parametrize("kind", first_quick(*KINDS))
-def test_exported_and_imported_weights_have_the_same_evaluation_loss(
-    tmp_path: Path, kind: str, data_path: Path
-) -> None:
-    run, hf = tmp_path / "run", tmp_path / "hf"
-    held_out = [f"data_path={data_path}", "held_out_fraction=0.2", "eval_batches=2", "sep_token=0"]
-    start(run, *KINDS[kind], *held_out)
-    main(["export", str(run), f"--output_path={hf}", "--dtype=float32", "--max_shard_size=20KB"])
-    main(["import", str(hf), f"--ckpt_save_path={tmp_path / 'imported'}"])
-    trained = read_manifest(checkpoint(run, 4))
-    # With a learning rate of 0, the evaluation after a step is that of the initial weights.
-    still = [*held_out, "learning_rate=0", "num_steps=1"]
-    start(tmp_path / "imported", *still, model=DIMENSIONLESS)
-    start(tmp_path / "direct", f"ckpt_load_path={hf}", *still, model=DIMENSIONLESS)
-    start(tmp_path / "alone", f"ckpt_load_path={run}", "weights_only=true", *still, model=DIMENSIONLESS)
-    for name in ("imported", "direct", "alone"):
-        manifest = read_manifest(checkpoint(tmp_path / name, 1))
-        assert manifest.evaluation_loss == trained.evaluation_loss and started_at(tmp_path / name) == 0, name
-        positions = {"max_position_embeddings": manifest.model["max_position_embeddings"]}
-        assert manifest.model == trained.model | positions
-    assert faults_of(checkpoint(tmp_path / "imported", 1)) == []
 
 
 def test_a_run_from_weights_starts_at_step_0_and_restarts_as_any_other(tmp_path: Path) -> None:
@@ -85,7 +70,7 @@ def test_without_dimensions_a_run_takes_those_of_its_checkpoint_and_7b_without_o
         )
 
 
-def test_inspect_begins_at_the_first_sample_of_a_run_from_weights(
+def test_a_run_from_imported_weights_begins_with_them_and_at_the_first_sample(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def samples(*flags: str) -> list[int]:
@@ -94,14 +79,14 @@ def test_inspect_begins_at_the_first_sample_of_a_run_from_weights(
         return sorted(json.loads(line)["sample_id"] for line in capsys.readouterr().out.splitlines())
 
     start(tmp_path / "run", "num_steps=2")
-    main(["export", str(tmp_path / "run"), f"--output_path={tmp_path / 'hf'}"])
+    main(["export", str(tmp_path / "run"), f"--output_path={tmp_path / 'hf'}", "--dtype=float32"])
     main(["import", str(tmp_path / "hf"), f"--ckpt_save_path={tmp_path / 'imported'}"])
-    for path in ("ckpt_save_path", "ckpt_load_path"):
-        assert samples(f"{path}={tmp_path / 'imported'}", "seq_length=32", "batch_size=2") == [0, 1]
+    assert samples(f"ckpt_load_path={tmp_path / 'imported'}", "seq_length=32", "batch_size=2") == [0, 1]
+    start(tmp_path / "imported", "num_steps=1", "learning_rate=0", model=DIMENSIONLESS)
+    before, after = tensors_of(tmp_path / "run"), tensors_of(tmp_path / "imported")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name.startswith("model."))
     new = [f"ckpt_load_path={tmp_path / 'run'}", f"ckpt_save_path={tmp_path / 'new'}", "seq_length=16", "batch_size=3"]
-    (tmp_path / "recipe.yaml").write_text("weights_only: true\n")
-    for weights_only in ("weights_only=true", f"recipe={tmp_path / 'recipe.yaml'}"):
-        assert samples(weights_only, *new) == [0, 1, 2]
+    assert samples("weights_only=true", *new) == [0, 1, 2]
     start(tmp_path / "new", "num_steps=2")
     with pytest.raises(SystemExit):  # the run resumes from its own checkpoint
         samples("weights_only=true", *new)
@@ -126,27 +111,6 @@ def test_either_form_resumes_the_other_bit_for_bit(tmp_path: Path, kind: str) ->
     assert (iteration["segment"], iteration["segment_start"], iteration["segment_end"]) == (0, 0, 8)  # samples
 
 
-def test_a_changed_full_checkpoint_is_skipped(tmp_path: Path) -> None:
-    start(tmp_path, "ckpt_format=full", "checkpoint_interval=1", "run_steps=2")
-    model = checkpoint(tmp_path, 2) / "model_state_dict.pt"
-    content = bytearray(model.read_bytes())
-    content[len(content) // 2] ^= 1
-    model.write_bytes(content)
-    start(tmp_path, "ckpt_format=full")
-    assert started_at(tmp_path) == 1
-
-
-def test_a_full_checkpoint_that_cannot_be_written_stops_the_run_with_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pretraining.checkpoint.pt_files.write_full", refuse)
-    assert isinstance(refusal(tmp_path, "ckpt_format=full"), CheckpointError)
-    assert saved(tmp_path) == [] and status_of(tmp_path)["status"] == "failed"
-
-
 def test_a_llama_of_another_kind_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     hf, load = tmp_path / "hf", f"ckpt_load_path={tmp_path / 'hf'}"
     start(tmp_path / "run", "num_steps=1")
@@ -159,3 +123,99 @@ def test_a_llama_of_another_kind_is_refused_before_anything_is_made(tmp_path: Pa
     (hf / "model.safetensors").unlink()
     assert refusal(tmp_path / "new", load).settings == ("ckpt_load_path",)
     assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+STILL = ["learning_rate=0", "num_steps=1", "seq_length=16"]
+"""Settings of runs whose checkpoint of step 1 holds the initial weights."""
+OPEN = [flag for flag in TINY if not flag.startswith("vocab_size")]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("weights") / "run"
+    start(run, "num_steps=2")
+    return run
+
+
+def load(path: Path) -> list[str]:
+    return [f"ckpt_load_path={path}", "weights_only=true", *STILL]
+
+
+@pytest.mark.parametrize("form", ["run", "hf"])
+def test_new_rows_of_a_larger_vocabulary_are_the_mean_of_the_old_ones(
+    form: str, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = weights
+    if form == "hf":
+        source = tmp_path / "hf"
+        main(["export", str(weights), f"--output_path={source}", "--dtype=float32"])
+    start(tmp_path / "new", *load(source), "vocab_size=70", model=OPEN)
+    printed = "".join(capsys.readouterr())
+    assert "vocab_size  70 in place of 64, that of the weights in" in printed
+    assert "each new row of embedding and head is the mean of the 64 rows" in printed
+    before, after = tensors_of(weights), tensors_of(tmp_path / "new")
+    for name in (EMBEDDING, HEAD):
+        assert after[name].shape == (70, 32) and torch.equal(after[name][:64], before[name])
+        mean = before[name].double().mean(0).float()
+        assert torch.equal(after[name][64:], mean.expand(6, 32))
+    for name in before.keys() - {EMBEDDING, HEAD}:
+        assert name.startswith("optimizer.") or torch.equal(after[name], before[name]), name
+    # The run has its own vocabulary from now on: the same command resumes it, another size does not.
+    start(tmp_path / "new", *load(source), "vocab_size=70", "num_steps=2", model=OPEN)
+    assert manifest_of(tmp_path / "new", 2)["model"]["vocab_size"] == 70
+    error = refusal(tmp_path / "new", *load(source), "vocab_size=72", "num_steps=3", model=OPEN)
+    assert "vocab_size: 70 in the checkpoint, 72 in this run" in str(error)
+
+
+def test_a_smaller_vocabulary_needs_a_tokenizer_without_tokens_in_the_rows_that_go(tmp_path: Path) -> None:
+    entries = write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = f"tokenizer_path={tmp_path / 'tokenizer'}"
+    start(tmp_path / "old", f"vocab_size={entries + 8}", "num_steps=1", model=OPEN)
+    for flags, rows in (([], entries), ([tokenizer], entries - 1)):
+        error = refusal(tmp_path / "new", *load(tmp_path / "old"), *flags, f"vocab_size={rows}", model=OPEN)
+        assert f"--vocab_size={rows} drops {entries + 8 - rows} rows" in str(error)
+        assert not (tmp_path / "new").exists()
+    start(tmp_path / "new", *load(tmp_path / "old"), tokenizer, f"vocab_size={entries}", model=OPEN)
+    before, after = tensors_of(tmp_path / "old"), tensors_of(tmp_path / "new")
+    for name in (EMBEDDING, HEAD):
+        assert torch.equal(after[name], before[name][:entries])
+
+
+def test_weights_are_trained_with_another_rotary_embedding_and_a_run_keeps_its_own(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["rope_theta=5e5", "rope_scaling=8,1,4,16"]
+    start(tmp_path / "new", *load(weights), *flags)
+    printed = "".join(capsys.readouterr())
+    assert "rope_theta  500000.0 in place of 10000.0, that of the weights in" in printed
+    assert "rope_scaling 8.0,1.0,4.0,16.0 in place of none, that of the weights in" in printed
+    assert manifest_of(tmp_path / "new", 1)["model"]["rope_theta"] == 5e5
+    assert torch.equal(tensors_of(tmp_path / "new")[EMBEDDING], tensors_of(weights)[EMBEDDING])
+    start(tmp_path / "new", *load(weights), *flags, "num_steps=2")
+    error = refusal(tmp_path / "new", *load(weights), "num_steps=3")
+    assert "rope_theta: 500000.0 in the checkpoint, 10000.0 in this run" in str(error)
+
+
+def test_a_tokenizer_may_have_an_added_token_that_the_weights_have_no_row_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As that of Llama 2 with a padding token: 32,001 entries, 32,000 rows."""
+    rows = write_tokenizer(tmp_path / "tokenizer")
+    library = load_tokenizer(tmp_path / "tokenizer").library
+    assert library.add_special_tokens(["<pad>"]) == library.add_tokens(["<extra>"]) == 1
+    library.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token": "<pad>"}))
+    flags = [f"tokenizer_path={tmp_path / 'tokenizer'}", f"vocab_size={rows}", "num_steps=1"]
+    start(tmp_path / "run", *flags, "sample_prompt=left", "sample_tokens=2", model=OPEN)
+    main(["export", str(tmp_path / "run"), f"--output_path={tmp_path / 'hf'}"])
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["vocab_size"] == rows and (exported["pad_token_id"] or 0) < rows
+    main(["sample", str(tmp_path / "hf"), "--prompt=left", "--max_new_tokens=2"])
+    # The token counts where it occurs, and a tokenizer of another model does not fit.
+    error = refusal(tmp_path / "other", *flags, "sample_prompt=<extra>", "sample_tokens=2", model=OPEN)
+    assert f"--sample_prompt gives token '<extra>' ({rows + 1}), and the model has {rows} rows" in str(error)
+    error = refusal(tmp_path / "other", *flags, f"vocab_size={rows - 8}", "sample_tokens=2", model=OPEN)
+    assert f"has {rows + 2} entries, but the model has {rows - 8}" in str(error)
+    assert checkpoint(tmp_path / "run", 1).exists()

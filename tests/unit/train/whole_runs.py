@@ -29,10 +29,20 @@ def start(run: Path, *flags: str, model: Sequence[str] = TINY) -> None:
     main(["train", *(flag for flag in common if flag.partition("=")[0] not in names), *flags])
 
 
+def resume(run: Path, *flags: str) -> None:
+    """Resume the run of a folder with the settings that the folder holds."""
+    main(["train", str(run), *flags])
+
+
 def refusal(run: Path, *flags: str, model: Sequence[str] = TINY) -> PretrainError:
     """Return the error with which a start ends."""
+    return error_of(lambda: start(run, *flags, model=model))
+
+
+def error_of(command: Callable[[], object]) -> PretrainError:
+    """Return the error with which a command ends."""
     with pytest.raises(SystemExit) as ending:
-        start(run, *flags, model=model)
+        command()
     error = ending.value.__context__
     assert isinstance(error, PretrainError) and ending.value.code == error.exit_code
     return error
@@ -73,6 +83,11 @@ def saved(run: Path) -> list[str]:
 def manifest_of(run: Path, step: int) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((checkpoint(run, step) / "manifest.json").read_text())
     return document
+
+
+def numbers(run: Path, step: int) -> list[tuple[int, int]]:
+    """Return number and first step of the branches up to a checkpoint."""
+    return [(number, first) for number, first, _ in manifest_of(run, step)["state"]["run"]["branches"]]
 
 
 def started_at(run: Path) -> int:

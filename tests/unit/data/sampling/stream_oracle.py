@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,12 +29,6 @@ def key_of(*parts: int) -> int:
     for part in parts:
         key = keyed_hash(key, part)
     return key
-
-
-def text_number(*texts: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(b"".join(text.encode() + b"\0" for text in texts), digest_size=8).digest(), "little"
-    )
 
 
 def as_trained(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tiers import first_quick
-from unit.data.sampling.stream_oracle import BLOCKS, DOCUMENTS, key_of, keyed_hash
 
 from pretraining.data.sampling.keyed_hash import text_key
 from pretraining.data.sampling.sample_order import SampleOrder
@@ -27,43 +26,26 @@ class Repeated:
         return PATTERN[np.arange(begin, end) % BLOCK]
 
 
-CUT = cut_shards(Repeated(), SHARDS)
-ORDER = SampleOrder(CUT.tokens, SEQ_LENGTH, KEY)
-STREAM = TokenStream(Repeated(), CUT, SEQ_LENGTH, KEY, order_cache(2**20), version=1)
+# sample, its shard, its number there, the first documents, and the first token: as computed with Python's integers
+MEASURED = [
+    (64 * 10**9, 587, 62_500_000, [1_761_326_703, 1_761_326_865, 1_761_326_479], 164),
+    (64 * 10**14, 735, 6_249_999_172_090, [2_207_172_302, 2_207_172_213, 2_207_172_357], 570),
+    (0, 817, 0, [2_452_186_504, 2_452_186_967, 2_452_186_896], 0),
+    (2**31, 933, 2_097_152, [2_799_863_453, 2_799_863_126, 2_799_863_260], 2),
+    (2**38, 494, 268_435_463, [1_482_512_558, 1_482_512_973, 1_482_513_284], 1249),
+]
 
 
-def expected_documents(shard: int, number: int) -> tuple[int, list[tuple[int, int]]]:
-    """The pass of a sample, and (document, first token) of its pieces in this pass, in Python integers."""
-    begin, end = (int(bound) for bound in CUT.documents[shard : shard + 2])
-    total = sum(int(PATTERN[document % BLOCK]) for document in range(begin, end))
-    assert total == int(CUT.tokens[shard])
-    pass_number, position = divmod(number * SEQ_LENGTH, total)
-    block_key, document_key = (key_of(kind, *KEY, shard, pass_number) for kind in (BLOCKS, DOCUMENTS))
-    pieces, left = [], SEQ_LENGTH + 1
-    for block in sorted(range(begin // BLOCK, -(-end // BLOCK)), key=lambda each: keyed_hash(block_key, each)):
-        inside = range(max(begin, block * BLOCK), min(end, (block + 1) * BLOCK))
-        size = sum(int(PATTERN[document % BLOCK]) for document in inside)
-        if position >= size:
-            position -= size
-            continue
-        for document in sorted(inside, key=lambda each: keyed_hash(document_key, each)):
-            length = int(PATTERN[document % BLOCK])
-            if position < length and left > 0:
-                pieces.append((document, position))
-                left -= length - position
-            position = max(position - length, 0)
-        if left <= 0:
-            break
-    return pass_number, pieces
-
-
-@pytest.mark.parametrize("sample", first_quick(64 * 10**9, 64 * 10**14, 0, 2**31, 2**38, quick=2))
-def test_samples_are_exact_far_beyond_32_bits_of_samples_and_tokens(sample: int) -> None:
-    shards, numbers = ORDER.samples(sample, sample + 1)
-    # Shards differ by less than a document, so all are at about the same position.
-    assert abs(int(numbers[0]) - sample / SHARDS) <= 2 + sample * 2300 / int(CUT.token_bounds[-1])
-    pass_number, pieces = expected_documents(int(shards[0]), int(numbers[0]))
-    assert abs(pass_number - sample * SEQ_LENGTH // int(CUT.token_bounds[-1])) <= 1
-    spans = STREAM.spans(shards, numbers)
-    found = list(zip(spans.documents.tolist(), spans.starts.tolist(), strict=True))
-    assert found[: len(pieces)] == pieces and int(spans.lengths.sum()) == SEQ_LENGTH + 1
+@pytest.mark.parametrize(("sample", "shard", "number", "documents", "start"), first_quick(*MEASURED, quick=2))
+def test_samples_far_beyond_32_bits_are_exact(
+    sample: int, shard: int, number: int, documents: list[int], start: int
+) -> None:
+    cut = cut_shards(Repeated(), SHARDS)
+    shards, numbers = SampleOrder(cut.tokens, SEQ_LENGTH, KEY).samples(sample, sample + 1)
+    assert (shards.tolist(), numbers.tolist()) == ([shard], [number])
+    spans = TokenStream(Repeated(), cut, SEQ_LENGTH, KEY, order_cache(2**20), version=1).spans(shards, numbers)
+    assert spans.documents[:3].tolist() == documents and spans.starts.tolist() == [start] + [0] * (
+        len(spans.starts) - 1
+    )
+    assert spans.lengths[1:-1].tolist() == PATTERN[spans.documents[1:-1] % BLOCK].tolist()
+    assert int(spans.lengths.sum()) == SEQ_LENGTH + 1

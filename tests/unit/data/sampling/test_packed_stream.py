@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from unit.data.sampling.packing_oracle import PackedOracle, Piece
+from unit.data.sampling.packing_oracle import Piece, pack
 from unit.data.sampling.test_token_stream import KnownLengths
 from unit.data.token_files import opened, plan
 
@@ -42,18 +42,29 @@ def test_documents_of_billions_of_tokens_take_no_memory() -> None:
 @example([2, 6, 3], 60, 1, 4, "best_fit")  # the last token of the second document is the label of its only piece
 @example([80] * 8 + [1] * 16, 8, 9, 3, "greedy")  # shards without a block
 @example([0, 0, 0, 0, 5, 0, 0, 0], 2, 4, 19, "best_fit")  # blocks without a bin
-def test_samples_are_those_of_the_oracle(
+def test_every_pass_of_the_shards_is_the_bins_of_the_oracle_each_once(
     lengths: list[int], block: int, shards: int, seq_length: int, packing: Packing
 ) -> None:
     blocks = [np.array(lengths[begin : begin + block]) for begin in range(0, len(lengths), block)]
     bounds = np.cumsum([0, *(len(pack_block(each, seq_length, packing)) for each in blocks)])
     known, cut = KnownLengths(lengths, block), cut_blocks(bounds, shards)
     made = PackedStream(known, bounds, cut, seq_length, packing, KEY, order_cache(), bin_cache())
-    oracle = PackedOracle(lengths, block, shards, seq_length, packing, KEY)
-    assert len(made.bins) == len(oracle.shard_blocks())
-    for shard, bins in enumerate(made.bins.tolist()):
-        expected = [sample for number in range(3) for sample in oracle.one_pass(shard, number)]
-        assert pieces(made.spans(np.full(3 * bins, shard), np.arange(3 * bins))) == expected
+    expected = [
+        [(number * block + document, start, length) for document, start, length in items]
+        for number, part in enumerate(blocks)
+        for items in pack(part.tolist(), seq_length, packing)
+    ]
+    assert len(made.bins) == max(1, min(shards, int((np.diff(bounds) > 0).sum()), len(expected) // 8))
+    sizes = made.bins.tolist()
+    assert sum(sizes) == len(expected)
+    # A shard is whole blocks: it begins with the first block at or after its share of all bins.
+    begins = [next(at for at in bounds if at * len(sizes) >= shard * len(expected)) for shard in range(len(sizes))]
+    for shard, (begin, count) in enumerate(zip(begins, sizes, strict=True)):
+        for number in range(3):
+            order = pieces(made.spans(np.full(count, shard), np.arange(number * count, (number + 1) * count)))
+            assert sorted(order) == expected[begin : begin + count]
+            in_blocks = [items[0][0] // block for items in order]
+            assert len(list(groupby(in_blocks))) == len(set(in_blocks))  # one block after another
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

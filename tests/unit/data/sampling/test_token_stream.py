@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from unit.data.sampling.stream_oracle import Oracle, Place
+from unit.data.sampling.stream_oracle import Oracle, Place, in_rounds
 
+from pretraining.data.sampling import sample_order
+from pretraining.data.sampling.sample_order import SampleOrder
 from pretraining.data.sampling.token_stream import (
     ORDER_VERSIONS,
     Shards,
@@ -74,33 +78,23 @@ def test_samples_are_those_of_the_oracle(
     lengths: list[int], block: int, shards: int, seq_length: int, version: int
 ) -> None:
     made, cut, oracle = stream(lengths, block, shards, seq_length, version)
+    expected: dict[tuple[int, int], list[Place]] = {}
     for shard, tokens in enumerate(cut.tokens.tolist()):
         passes = 3 if tokens >= seq_length else -(-3 * seq_length // max(tokens, 1))
-        if not tokens or passes > 30:
-            continue
-        expected = oracle.shard_samples(shard, passes)
-        for sample, wanted in enumerate(expected):
-            spans = spans_of(made, shard, sample)
-            assert places(spans) == wanted
-            assert (spans.lengths > 0).all()
-
-
-@settings(max_examples=60)
-@given(LENGTHS, st.sampled_from([1, 4]), st.integers(1, 6), st.integers(1, 15))
-def test_many_samples_at_once_are_the_single_ones(lengths: list[int], block: int, shards: int, seq_length: int) -> None:
-    made, cut, _ = stream(lengths, block, shards, seq_length)
-    filled = np.flatnonzero(cut.tokens)
-    wanted_shards, samples = np.repeat(filled, 4), np.tile([0, 3, 1, 17], len(filled))
-    spans = made.spans(wanted_shards, samples)
-    assert spans.row_tokens.tolist() == [seq_length + 1] * len(samples)
-    assert spans.rows.tolist() == sorted(spans.rows.tolist())
-    single = [spans_of(made, *pair) for pair in zip(wanted_shards.tolist(), samples.tolist(), strict=True)]
-    assert places(spans) == [place for each in single for place in places(each)]
-    assert np.diff(spans.first_spans).tolist() == [len(each.documents) for each in single]
-    begins = spans.positions(np.arange(len(samples)) * 1000)
-    assert begins.tolist() == [
-        1000 * row + int(place) for row, each in enumerate(single) for place in each.positions(np.zeros(1, int))
-    ]
+        if tokens and passes <= 30:
+            expected |= {(shard, sample): row for sample, row in enumerate(oracle.shard_samples(shard, passes))}
+    if not expected:
+        return
+    asked = sorted(expected, key=lambda pair: (pair[1], pair[0]))  # of all shards in turn
+    spans = made.spans(*np.array(asked).T)
+    rows = [expected[pair] for pair in asked]
+    assert places(spans) == [place for row in rows for place in row] and (spans.lengths > 0).all()
+    assert spans.row_tokens.tolist() == [seq_length + 1] * len(rows)
+    pieces = [1 + sum(after != (document, at + 1) for (document, at), after in pairwise(row)) for row in rows]
+    assert spans.rows.tolist() == [number for number, count in enumerate(pieces) for _ in range(count)]
+    assert np.diff(spans.first_spans).tolist() == pieces
+    begins = np.concatenate([np.cumsum([0, *part])[:-1] for part in np.split(spans.lengths, spans.first_spans[1:-1])])
+    assert spans.positions(np.arange(len(rows)) * 1000).tolist() == (spans.rows * 1000 + begins).tolist()
 
 
 def test_the_memory_for_orders_is_bounded_and_changes_nothing() -> None:
@@ -136,3 +130,27 @@ def test_the_samples_of_a_step_come_from_all_depths_of_their_documents() -> None
     assert not depths[1].any()
     even = np.linspace(0, 1, len(depths[2]))
     assert len(depths[2]) > 40 and np.abs(depths[2] - even).max() < 0.2  # Kolmogorov-Smirnov at about 5%
+
+
+TOKENS = st.lists(st.one_of(st.just(0), st.integers(0, 40), st.integers(100, 400)), min_size=1, max_size=9).filter(any)
+
+
+def pairs(order: SampleOrder, begin: int, end: int) -> list[tuple[int, int]]:
+    shards, numbers = order.samples(begin, end)
+    return list(zip(shards.tolist(), numbers.tolist(), strict=True))
+
+
+@settings(max_examples=40)
+@given(TOKENS, st.integers(1, 60), st.sampled_from([1, 9, 100, 4096]), st.lists(st.integers(0, 60), max_size=8))
+@example([5], 5, 4096, [])
+@example([3, 3, 3], 50, 9, [5])  # most passes complete no sample at all
+@example([0, 1000, 0], 7, 9, [8, 9, 9, 30])  # all in one shard
+def test_any_range_equals_that_of_the_oracle(tokens: list[int], seq_length: int, at_once: int, cuts: list[int]) -> None:
+    passes = min(60, 3 * max(1, seq_length // max(tokens)) + 1)
+    expected = in_rounds([[number * of // seq_length for of in tokens] for number in range(passes + 1)], KEY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_order, "_MIN_CHUNK_SAMPLES", at_once)
+        order = SampleOrder(np.array(tokens), seq_length, KEY)
+        borders = [0, *sorted(min(cut, len(expected)) for cut in cuts), len(expected)]
+        found = [pair for begin, end in pairwise(borders) for pair in pairs(order, begin, end)]
+    assert found == expected

@@ -79,11 +79,12 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return counted
 
 
-@pytest.mark.parametrize("documents", [DOCUMENTS, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("keeps_time", [False, True], ids=["new time", "old time"])
+@pytest.mark.parametrize(
+    ("documents", "keeps_time"), [(DOCUMENTS, False), (DOCUMENTS, True), (LARGE, True)], ids=range(3)
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_replaced_by_others_of_the_same_size_are_another_dataset(
-    kind: str, keeps_time: bool, documents: Documents, tmp_path: Path
+def test_other_files_of_equal_size_are_another_dataset(
+    kind: str, documents: Documents, keeps_time: bool, tmp_path: Path
 ) -> None:
     suffix, write, changes = KINDS[kind]
     path, config = tmp_path / f"data/web/x{suffix}", config_of(tmp_path / "data", **changes)
@@ -164,16 +165,6 @@ def test_times_of_read_only_data_are_noted_in_the_cache_folder(tmp_path: Path, m
     assert reads.call_count == 1 and len(list(tmp_path.glob("cache/**/*.times"))) == 1
     samples(config)
     assert reads.call_count == 1
-
-
-def test_the_index_of_restored_files_is_found_again(tmp_path: Path) -> None:
-    config, path = config_of(tmp_path), tmp_path / "web/x.arrow"
-    write_documents(path, DOCUMENTS)
-    first = build_index(list_datasets(config)[0], config).path
-    write_documents(path, OTHERS)
-    second = build_index(list_datasets(config)[0], config).path
-    write_documents(path, DOCUMENTS)
-    assert build_index(list_datasets(config)[0], config).path == first != second
 
 
 @pytest.mark.parametrize(("documents", "is_found"), [(DOCUMENTS, True), (LARGE, False)], ids=["small", "large"])

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from pretraining.config.training import DataConfig
+from pretraining.data.storage import dataset_files
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.errors import DataError, PretrainError
 
@@ -52,9 +53,15 @@ def test_a_dataset_is_a_sub_folder_with_token_files_or_a_folder_or_file_that_is_
     put(tmp_path / "meta/combined_counts.csv")  # the counts of another tool are no dataset
     *_, web = list_datasets(config(tmp_path))
     assert web.paths == ("a.arrow", "a/z.arrow", "b.arrow") and web.path(1) == str(tmp_path / "web/a/z.arrow")
-    named = list_datasets(config(tmp_path, datasets=("lang=en/y/", "lang=en/x", "flat.arrow", "web/b.arrow")))
-    assert [dataset.name for dataset in named] == ["flat.arrow", "lang=en/x", "lang=en/y", "web/b.arrow"]
-    assert [named[0].path(0), named[3].path(0)] == [f"{tmp_path}/flat.arrow", f"{tmp_path}/web/b.arrow"]
+    for neighbour in ("flat.npy", "flat.bin"):  # of a file that is named
+        put(tmp_path / neighbour)
+    put(tmp_path / "meta/state.json", b"{}")  # of no `save_to_disk`, whose files are streams
+    names = ["flat.arrow", "flat.bin", "flat.npy", "lang=en/x", "lang=en/y", "meta", "web/b.arrow"]
+    named = list_datasets(config(tmp_path, datasets=tuple(f"{name}/" for name in names[::-1])))
+    assert [dataset.name for dataset in named] == names
+    assert [each.paths for each in named[:3]] == [("flat.arrow",), ("flat.bin",), ("flat.npy",)]
+    assert [named[0].path(0), named[6].path(0)] == [f"{tmp_path}/flat.arrow", f"{tmp_path}/web/b.arrow"]
+    assert (named[5].file_type, named[5].paths) == ("arrow", ("1.arrow",))
 
 
 # data_path, datasets, the place that the error names, what it says
@@ -118,23 +125,22 @@ def test_the_order_of_files_depends_on_no_listing_and_no_place(tmp_path: Path, m
         assert list_datasets(config(tmp_path / "moved")) == moved
 
 
-def test_folders_that_link_to_each_other_are_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for number, other in permutations(range(9), 2):
-        put(tmp_path / f"web/f{number}/{number}.arrow")
-        (tmp_path / f"web/f{number}/to{other}").symlink_to(tmp_path / f"web/f{other}")
-    (listing,) = list_datasets(config(tmp_path))
-    assert listing.paths == tuple(f"f{number}/{number}.arrow" for number in range(9))
-    assert "f0/to1" in caplog.text and "link the files themselves" in caplog.text
-
-
-def test_a_ladder_of_links_is_read_once_under_the_names_of_its_folders(tmp_path: Path) -> None:
-    for number in range(30):
-        put(tmp_path / f"web/l{number:02}/x.arrow")
+def test_folders_that_link_to_each_other_are_read_once_under_the_names_of_folders(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_files, "_MOST_VISITS", 500)
+    for number, other in permutations(range(4), 2):
+        put(tmp_path / f"each/f{number}/{number}.arrow")
+        (tmp_path / f"each/f{number}/to{other}").symlink_to(tmp_path / f"each/f{other}")
+    for number in range(20):  # a ladder, with 2^20 ways to its end
+        put(tmp_path / f"ladder/l{number:02}/x.arrow")
         for name in ("a", "b"):
-            (tmp_path / f"web/l{number:02}/{name}").symlink_to(tmp_path / f"web/l{number + 1:02}")
-    (tmp_path / "web/l30").mkdir()
-    (listing,) = list_datasets(config(tmp_path))
-    assert listing.paths == tuple(f"l{number:02}/x.arrow" for number in range(30))
+            (tmp_path / f"ladder/l{number:02}/{name}").symlink_to(tmp_path / f"ladder/l{number + 1:02}")
+    (tmp_path / "ladder/l20").mkdir()
+    each, ladder = list_datasets(config(tmp_path))
+    assert each.paths == tuple(f"f{number}/{number}.arrow" for number in range(4))
+    assert ladder.paths == tuple(f"l{number:02}/x.arrow" for number in range(20))
+    assert "f0/to1" in caplog.text and "link the files themselves" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["beside", "elsewhere"])
@@ -192,18 +198,3 @@ def test_a_saved_dataset_that_is_incomplete_or_a_selection_is_refused(tmp_path: 
     with pytest.raises(DataError, match=message) as raised:
         list_datasets(config(tmp_path))
     assert raised.value.path == tmp_path / "web/state.json"
-
-
-def test_a_state_beside_arrow_files_changes_nothing(tmp_path: Path) -> None:
-    put(tmp_path / "web/x.arrow", b"ARROW1")
-    (tmp_path / "web/state.json").write_text("{}")
-    (listing,) = list_datasets(config(tmp_path))
-    assert (listing.file_type, listing.paths) == ("arrow", ("x.arrow",))
-
-
-def test_a_single_file_is_the_dataset_regardless_of_its_neighbours(tmp_path: Path) -> None:
-    for name in ("a.npy", "a.bin", "a.arrow"):
-        put(tmp_path / name)
-    for name in ("a.npy", "a.bin", "a.arrow"):
-        (listing,) = list_datasets(config(tmp_path, datasets=(name,)))
-        assert listing.paths == (name,)

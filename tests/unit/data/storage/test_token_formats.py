@@ -56,15 +56,6 @@ def test_the_same_documents_are_the_same_samples_in_every_format(tmp_path: Path,
         assert rows(next(found)) == rows(next(expected))
 
 
-def test_datasets_of_several_formats_make_one_run(tmp_path: Path) -> None:
-    make_root(tmp_path, web=40)
-    write_flat(tmp_path / "code/a.npy", random_documents(40, 1, vocab_size=900))
-    config = replace(CONFIG, data_path=str(tmp_path))
-    assert [files.file_type for files in list_datasets(config)] == ["npy", "arrow"]
-    with loader(config, plan(6)) as made:
-        next(made)
-
-
 @settings(max_examples=200)
 @given(st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=12), st.sampled_from([1, 3, 1000]))
 @example([[]], 1)
@@ -92,7 +83,7 @@ def tokens_of(dtype: str) -> bytes:
 
 RAW, POINTER = {"token_dtype": "uint16"}, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n"
 NO_HEADER = {"token_dtype": "uint16", "file_type": "npy_raw"}
-OTHER_TYPE, AS_16, AS_32 = "--token_dtype", {"token_dtype": "uint16"}, {"token_dtype": "uint32"}
+OTHER_TYPE, AS_16, AS_32, AS_64 = "--token_dtype", *({"token_dtype": f"uint{bits}"} for bits in (16, 32, 64))
 PULL = "git lfs pull"
 # name and content of a file, settings, what the error says
 REFUSED: list[tuple[str, bytes | np.ndarray | None, dict[str, Any], str]] = [
@@ -119,6 +110,10 @@ REFUSED: list[tuple[str, bytes | np.ndarray | None, dict[str, Any], str]] = [
     ("x.bin", tokens_of("uint16"), AS_32 | {"sep_token": 70_000}, "no sep_token=70000"),
     ("x.bin", tokens_of("uint16"), AS_32 | {"sep_token": 70_000}, "--token_dtype=uint16"),
     ("x.bin", tokens_of("uint32"), AS_16 | {"sep_token": 70_000}, "--token_dtype=uint32"),
+    *(("x.npy", tokens_of(kind), {}, f"--token_dtype={kind}") for kind in ("uint16", "uint32", "uint64")),
+    *(("x.bin", tokens_of(kind), {}, f"--token_dtype={kind}") for kind in ("uint16", "uint32", "uint64")),
+    *(("x.bin", tokens_of(kind)[: 4 * 333], AS_64, f"--token_dtype={kind}") for kind in ("uint16", "uint32")),
+    *(("x.bin", tokens_of(kind)[: 4 * 333], AS_64, "no whole number of tokens") for kind in ("uint16", "uint32")),
     *((name, POINTER, RAW, PULL) for name in ("x.arrow", "x.npy", "x.bin")),
     *((f"x.{kind[:5]}", POINTER, RAW | {"file_type": kind}, PULL) for kind in ("npy_raw", "arrow_stream")),
 ]
@@ -158,10 +153,15 @@ def test_a_format_that_cannot_be_or_lacks_a_setting_is_refused(kind: str, change
     assert words in str(raised.value)
 
 
-def test_two_kinds_in_one_dataset_are_refused_and_one_can_be_chosen(tmp_path: Path) -> None:
+def test_datasets_of_several_formats_make_one_run_but_a_dataset_has_one_unless_it_is_chosen(tmp_path: Path) -> None:
+    make_root(tmp_path / "several", web=40)
+    write_flat(tmp_path / "several/code/a.npy", random_documents(40, 1, vocab_size=900))
+    several = replace(CONFIG, data_path=str(tmp_path / "several"))
+    assert [files.file_type for files in list_datasets(several)] == ["npy", "arrow"]
+    next(loader(several, plan(6)))
     write_flat(tmp_path / "web/x.npy", [[1, 2], [3]])
     write_flat(tmp_path / "web/deep/y.bin", [[1]], version=1)
-    config = replace(CONFIG, data_path=str(tmp_path))
+    config = replace(CONFIG, data_path=str(tmp_path), datasets=("web",))
     with pytest.raises(DataError) as raised:
         list_datasets(config)
     assert raised.value.path == tmp_path / "web" and raised.value.settings == ("file_type",)
@@ -244,24 +244,6 @@ def test_a_megatron_pair_that_is_not_read_is_refused_by_name(
     assert str(raised.value).startswith(f"{tmp_path}/{named}: ") and words in str(raised.value)
 
 
-@pytest.mark.parametrize("suffix", ["npy", "bin"])
-@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
-@pytest.mark.parametrize("vocab_size", [200, 30_000, 250_000])
-def test_a_file_without_a_header_names_the_type_that_fits(
-    tmp_path: Path, suffix: str, dtype: str, vocab_size: int
-) -> None:
-    if vocab_size > 2**16 and dtype == "uint16":
-        return
-    path = tmp_path / f"x.{suffix}"
-    np.random.default_rng(1).integers(0, vocab_size, 1001).astype(dtype).tofile(path)
-    with pytest.raises(DataError, match=f"--token_dtype={dtype}"):
-        load_format(suffix, CONFIG).documents(str(path))
-    kind = "npy_raw" if suffix == "npy" else "bin"
-    if dtype != "uint64":
-        with pytest.raises(DataError, match=f"no whole number of tokens.*--token_dtype={dtype}"):
-            load_format(kind, replace(CONFIG, token_dtype="uint64")).documents(str(path))
-
-
 KINDS = ("list int64", "list uint16", "large_list int32", "fixed int32", "fixed int64")
 
 
@@ -291,17 +273,6 @@ def test_saved_datasets_give_the_samples_of_their_rows(tmp_path: Path, kind: str
         assert rows(next(found)) == rows(next(expected))
 
 
-def test_a_failing_user_defined_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = "class Format:\n    suffix, title, ending, identity = '.x', 'x', b'', 'x'\n    def __init__(self, _): pass\n"
-    (tmp_path / "failing.py").write_text(f"{head}    def documents(self, path): 1 / 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "failing", raising=False)
-    (tmp_path / "data/web").mkdir(parents=True)
-    (tmp_path / "data/web/a.x").write_text("text")
-    with pytest.raises(ConfigError, match="ZeroDivisionError"):
-        loader(replace(CONFIG, data_path=str(tmp_path / "data"), file_type="failing:Format"), plan(1))
-
-
 def test_a_resume_with_another_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "web").mkdir()
     np.array([7, 0, SEP, 0] * 60, np.uint16).tofile(tmp_path / "web/x.bin")
@@ -316,7 +287,8 @@ def test_a_user_defined_format_needs_no_registration(tmp_path: Path, monkeypatch
     [code] = re.findall(r"```python\n# my_formats.py\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_formats.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_formats", raising=False)
+    for name in ("my_formats", "failing"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     lines = [f"line {number} of this text" for number in range(40)]
     (tmp_path / "data/web").mkdir(parents=True)
     path = tmp_path / "data/web/x.txt"
@@ -330,3 +302,10 @@ def test_a_user_defined_format_needs_no_registration(tmp_path: Path, monkeypatch
     with pytest.raises(DataError) as raised:
         next(loader(config, plan(3)))
     assert raised.value.path == path
+    (tmp_path / "failing.py").write_text(
+        "from my_formats import TextLines\nclass Format(TextLines):\n    def documents(self, path): 1 / 0\n"
+    )
+    (tmp_path / "other/web").mkdir(parents=True)
+    path.rename(tmp_path / "other/web/x.txt")
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        loader(replace(config, data_path=str(tmp_path / "other"), file_type="failing:Format"), plan(1))

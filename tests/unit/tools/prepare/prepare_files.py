@@ -6,6 +6,9 @@ import bz2
 import gzip
 import json
 import lzma
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +17,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.documents import Document
 from pretraining.tools.prepare.formats import recognise
 from pretraining.tools.prepare.packed_files import InputFile
 from pretraining.tools.prepare.prepare import prepare
+from pretraining.tools.prepare.token_files import TokenWriter
 from pretraining.tools.prepare.units import Part, read_part
 
 
@@ -28,7 +33,6 @@ def prepare_config(root: Path, inputs: str = "in.jsonl", **changes: Any) -> Prep
 
 
 def one(path: Path, content: bytes | str) -> InputFile:
-    """Writes a file, and lists it."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return recognise(path, path.name, path.stat().st_size)
 
@@ -39,7 +43,6 @@ def read(file: InputFile, field: str = "text", begin: int = 0, end: int | None =
 
 
 def texts_of(documents: Iterable[Document]) -> list[str]:
-    """Return the texts of documents."""
     texts = [""]
     for document in documents:
         assert isinstance(document.content, str)
@@ -84,7 +87,6 @@ def write_table(path: Path, columns: pa.Table | dict[str, Any], rows: int, as_st
 
 
 def rows(folder: Path) -> list[list[int]]:
-    """Return all documents of a dataset."""
     return [
         row
         for path in sorted(folder.glob("*.arrow"))
@@ -93,7 +95,6 @@ def rows(folder: Path) -> list[list[int]]:
 
 
 def contents(root: str | Path) -> dict[str, bytes]:
-    """Return the content of every file below a folder."""
     return {str(path.relative_to(root)): path.read_bytes() for path in Path(root).rglob("*") if path.is_file()}
 
 
@@ -102,3 +103,37 @@ def made_elsewhere(config: PrepareConfig, **changes: Any) -> dict[str, bytes]:
     there = f"{config.output_path}_elsewhere"
     prepare(replace(config, output_path=there, **changes))
     return contents(there)
+
+
+# prepare in a process that is killed, without any chance to tidy up, at a chosen moment
+
+
+def prepare_killed(config: PrepareConfig, moment: str, number: int, layout: ProcessLayout | None = None) -> bool:
+    """Return whether `prepare` was killed `before` or `after` a file got its name or while `writing`, the nth time."""
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(config, moment, number, layout))
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+def _run(config: PrepareConfig, moment: str, number: int, layout: ProcessLayout | None) -> None:
+    seen = 0
+
+    def killing(original: Callable[..., Any], when: str) -> Callable[..., Any]:
+        def patched(*args: Any) -> Any:
+            nonlocal seen
+            seen += when == moment or (moment == "after" and when == "before")
+            if seen == number and moment in ("before", "writing"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = original(*args)
+            if seen == number and moment == "after":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return patched
+
+    for name in ("replace", "rename"):
+        setattr(Path, name, killing(getattr(Path, name), "before"))
+    TokenWriter._flush = killing(TokenWriter._flush, "writing")  # type: ignore[method-assign]
+    prepare(config, layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import chats as module
 from pretraining.tools.prepare import encode, units
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.tools.prepare.records import PrepareSummary
 
 MARKS = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<think>"]
 CHATML = (
@@ -50,6 +49,7 @@ STRICT = (
 )
 TODAY = "{{ strftime_now('%Y-%m-%d') }}{% for message in messages %}{{ message.content }}{% endfor %}"
 
+REFUSES = "the chat template refuses it (TemplateError: roles must alternate: system)"
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": " Hi <b>größe</b> & 'it' "}, {"role": "assistant", "content": "Hello."}],
     [{"role": "user", "content": "Write <|im_end|> and <think>."}, {"role": "assistant", "content": "<|im_end|>"}],
@@ -118,9 +118,7 @@ def test_the_ids_are_those_of_transformers_and_refused_rows_are_bad_records(
     assert rows(summary.folder) == [ids for ids in wanted if ids]
     assert len(summary.bad_record_names) == wanted.count(None) == summary.bad_records
     if template is STRICT:
-        assert "in.jsonl, row 3: the chat template refuses it (TemplateError: roles must alternate: system)" in (
-            summary.bad_record_names
-        )
+        assert summary.bad_record_names[0] == f"in.jsonl, row 3: {REFUSES}"
         with pytest.raises(DataError, match=r"row 3: the chat template refuses it .*--bad_records=skip"):
             prepare(replace(config, bad_records="stop", output_path=str(tmp_path / "stop")))
     share = f"{100 / summary.documents:.1f}%"
@@ -150,21 +148,18 @@ def test_chats_are_read_from_every_format(tmp_path: Path, name: str) -> None:
     assert (summary.documents, summary.empty_documents, summary.marked_documents) == (3, 1, 1)
 
 
-@pytest.mark.parametrize("name", ["hub", "in.parquet"])
-def test_messages_that_the_datasets_library_keeps_as_json_are_parsed(tmp_path: Path, name: str) -> None:
+def test_messages_that_the_datasets_library_keeps_as_json_are_parsed(tmp_path: Path) -> None:
     calls = [{"name": "f", "arguments": {"x": 1}}], [{"name": "g", "arguments": {"y": ["s", None], "z": None}}]
     conversations = [
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": each}] for each in calls
     ]
     saved = datasets.Dataset.from_dict({"messages": conversations}, on_mixed_types="use_json")
-    config, path = config_for(tmp_path, LLAMA3_LIKE, []), tmp_path / name
-    if name == "hub":
-        saved.save_to_disk(str(path))
-        config = replace(config, input_path=(), hf_dataset=str(path))
-    else:
-        saved.to_parquet(str(path))
-        config = replace(config, input_path=(str(path),))
-    assert rows(prepare(config).folder) == wanted_of(tmp_path / "tokenizer", conversations)
+    config, path = config_for(tmp_path, LLAMA3_LIKE, []), str(tmp_path / "in")
+    saved.save_to_disk(path)
+    saved.to_parquet(f"{path}.parquet")
+    table = replace(config, input_path=(f"{path}.parquet",), dataset="table")
+    for each in (table, replace(config, input_path=(), hf_dataset=path)):
+        assert rows(prepare(each).folder) == wanted_of(tmp_path / "tokenizer", conversations)
 
 
 def test_json_in_a_string_is_text_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,31 +172,26 @@ def test_the_date_of_a_template_is_that_of_the_first_start_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 200)
-    config = config_for(tmp_path, TODAY, [CHATS[0]] * 4)
-    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer/tokenizer.json"))
-
-    def dates(summary: PrepareSummary) -> set[str]:
-        return {tokenizer.decode(row, skip_special_tokens=False)[:10] for row in rows(summary.folder)}
-
-    before = datetime.now()
-    assert dates(prepare(config)) in ({f"{before:%Y-%m-%d}"}, {f"{before + timedelta(days=1):%Y-%m-%d}"})
-    config, encode_unit = replace(config, dataset="again"), encode.encode_unit
+    config, before = config_for(tmp_path, TODAY, [CHATS[0]] * 4), datetime.now()
 
     def stop_at_second(unit: units.Unit, *rest: Any) -> Any:
         if unit.number == 1:
             raise DataError("stopped")
         return encode_unit(unit, *rest)
 
-    monkeypatch.setattr(encode, "encode_unit", stop_at_second)
-    with pytest.raises(DataError, match="stopped"):
-        prepare(config)
-    monkeypatch.setattr(encode, "encode_unit", encode_unit)
-    plan = tmp_path / "out/.again.preparing/plan.json"
+    encode_unit = encode.encode_unit
+    with monkeypatch.context() as patch:
+        patch.setattr(encode, "encode_unit", stop_at_second)
+        with pytest.raises(DataError, match="stopped"):
+            prepare(config)
+    plan = tmp_path / "out/.in.preparing/plan.json"
     document = json.loads(plan.read_text())
-    assert document["encoding"]["now"] >= before.isoformat()
+    assert before.isoformat() <= document["encoding"]["now"] <= datetime.now().isoformat()
     document["encoding"]["now"] = "2020-02-02T20:20:20"
     plan.write_text(json.dumps(document))
-    assert dates(prepare(config)) == {"2020-02-02"}, "units with another date are made again"
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer/tokenizer.json"))
+    dates = {tokenizer.decode(row, skip_special_tokens=False)[:10] for row in rows(prepare(config).folder)}
+    assert dates == {"2020-02-02"}, "units with another date are made again"
 
 
 ONE_ERROR, NO_TEMPLATE = "Use a tokenizer with another template", "the tokenizer has no chat template"
@@ -209,25 +199,20 @@ UNREADABLE = "the chat template of the tokenizer"
 # templates of strangers, and what the error says
 TEMPLATES: list[tuple[str, str]] = [
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", ONE_ERROR),
-    ("{{ (9 ** (9 ** 9)) | string | length }}", ONE_ERROR),
     ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", ONE_ERROR),
     ("{{ 'a' * 10 ** 10 }}", ONE_ERROR),
-    ("{{ '%09999999999d' % 1 }}", ONE_ERROR),
     ("{{ messages[0].content * 9999999 }}", ONE_ERROR),
     ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(80) }}", ONE_ERROR),
     ("{% if %}", UNREADABLE),
     ("{{ " + "(" * 500_000, UNREADABLE),
-    ("{% for a in b %}" * 30_000, UNREADABLE),
 ]
 # templates that reach for more than their text
 ESCAPES = [
     "{{ messages.__class__.__mro__ }}",
-    "{{ cycler.__init__.__globals__ }}",
     "{{ '{0.__class__.__mro__}'.format('') }}",
     "{% set ns = namespace(__class__=1) %}{{ ns.__class__ }}{{ ns.__dict__.x }}",
     "{% set ns = namespace() %}{% set ns.x = ns.__init__.__globals__ %}{{ ns.x.os }}",
     "{{ messages.append(1) }}",
-    "{{ dict.__base__.__subclasses__() }}",
     "{% include '/etc/passwd' %}",
 ]
 # template, contents of the rows, changes of settings, what the error says
@@ -243,30 +228,28 @@ REFUSED: list[tuple[str | None, list[Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("template", "contents", "changes", "words"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_encoded_as_chats_is_one_error(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    template: str | None,
-    contents: list[Any],
-    changes: dict[str, Any],
-    words: str,
-) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_SECONDS", 1.0)
+
+
+@pytest.mark.parametrize(("template", "contents", "changes", "words"), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.usefixtures("impatient")
+def test_what_cannot_be_encoded_as_chats_is_one_error(
+    tmp_path: Path, template: str | None, contents: list[Any], changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(DataError) as error:
         prepare(config_for(tmp_path, template, contents, **changes))
     assert words in str(error.value)
 
 
-def test_another_template_is_refused(tmp_path: Path) -> None:
+def test_a_root_without_the_template_takes_it_from_the_same_tokenizer_and_another_one_is_refused(
+    tmp_path: Path,
+) -> None:
     config = config_for(tmp_path, CHATML, CHATS[:1])
-    assert prepare(replace(config, special_tokens="ids")) == prepare(config)
+    tokenizer_with(tmp_path / "out", None)
+    summary = prepare(replace(config, special_tokens="ids"))
+    assert rows(summary.folder) == wanted_of(tmp_path / "tokenizer", CHATS[:1]) and prepare(config) == summary
     (tmp_path / "out/chat_template.jinja").write_text(TODAY)
     with pytest.raises(DataError, match="chat_template: it has"):
         prepare(replace(config, tokenizer_path=None))
-
-
-def test_a_root_without_the_template_takes_it_from_the_same_tokenizer(tmp_path: Path) -> None:
-    config = config_for(tmp_path, CHATML, CHATS[:1])
-    tokenizer_with(tmp_path / "out", None)
-    assert rows(prepare(config).folder) == wanted_of(tmp_path / "tokenizer", CHATS[:1])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from unit.tools.prepare.prepare_files import json_lines, packed
 
+from pretraining.cli import main
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare.inputs import Selection, list_files, standard_library_files
+from pretraining.tools.prepare.inputs import Selection, list_files, standard_library_files, warn_of_copies
 from pretraining.tools.prepare.packed_files import InputFile
 
 ENDINGS = Selection(("txt", "jsonl"))
@@ -30,13 +33,12 @@ def names(files: list[InputFile]) -> list[str]:
     return [file.name for file in files]
 
 
-def test_a_folder_is_walked_to_the_bottom_in_the_order_of_names(tmp_path: Path) -> None:
+def test_folders_are_walked_in_the_order_of_names_and_files_and_globs_are_taken_whatever_their_ending(
+    tmp_path: Path,
+) -> None:
     found = ["a/deep/er/x.jsonl", "a/z.txt.gz", "a-b.txt", "b.jsonl.zst", "c.TXT", "d.JSONL.GZ"]
     tree(tmp_path, *reversed(found), "no.pdf", "no.rst.gz", "no.gz", ".hidden.txt", ".git/x.txt")
     assert names(list_files([str(tmp_path)], ENDINGS)) == found
-
-
-def test_files_and_globs_are_taken_whatever_their_ending(tmp_path: Path) -> None:
     tree(tmp_path, "one[1].rst", "x/b.py", "x/y/a.py", "x/y/c.txt")
     inputs = [str(tmp_path / "one[1].rst"), str(tmp_path / "x/**/*.py")]
     assert names(list_files(inputs, ENDINGS)) == ["one[1].rst", "b.py", "y/a.py"]
@@ -74,7 +76,6 @@ ANY = Selection(PrepareConfig().extensions)
 
 
 def records(root: Path, *names: str) -> None:
-    """Write files of JSON lines."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(json_lines([name]))
@@ -104,17 +105,13 @@ SPLIT_FOLDERS = [
 
 
 @pytest.mark.parametrize("files", SPLIT_FOLDERS, ids=range(len(SPLIT_FOLDERS)))
-@pytest.mark.parametrize("pattern", ["", "**/*.*"])
 def test_files_of_other_splits_are_skipped_and_named_with_the_flag_that_reads_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[str], pattern: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[str]
 ) -> None:
     for name in files:
-        if name.endswith(".txt"):
-            tree(tmp_path, name)
-        else:
-            records(tmp_path, name)
-    given, (_, _, validation, test) = tmp_path / pattern, files
-    assert listed(caplog, given) == sorted(files[:2])
+        (tree if name.endswith(".txt") else records)(tmp_path, name)
+    given, (_, _, validation, test) = tmp_path, files
+    assert listed(caplog, given / "**/*.*") == listed(caplog, given) == sorted(files[:2])
     for split, name in (("validation", validation), ("test", test)):
         assert f"1 file not read, the first is {name}: they look like the split {split}" in caplog.text
         assert f"--split={split}" in caplog.text
@@ -242,3 +239,75 @@ def test_the_running_python_has_megabytes_of_code_in_an_order_that_does_not_chan
     assert {"argparse.py", "json/decoder.py"} <= {file.name for file in files}
     with pytest.raises(DataError, match=r"without its sources.*--input_path"):
         standard_library_files(tmp_path)
+
+
+# The same text twice
+
+
+def warned(caplog: pytest.LogCaptureFixture, *inputs: Path, selection: Selection = ANY) -> list[str]:
+    caplog.clear()
+    warn_of_copies(list_files([str(each) for each in inputs], selection))
+    return caplog.messages
+
+
+def write_records(path: Path, seed: int = 0) -> None:
+    """Write 200 records in the format that the name says."""
+    texts = [random.Random(seed + n).randbytes(300).hex() for n in range(200)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": texts}), path)
+    elif ".csv" in path.name:
+        path.write_bytes(packed(path.name, "\n".join(["text", *texts]).encode()))
+    else:
+        path.write_bytes(packed(path.name, json_lines(texts)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("a.jsonl", "a.jsonl.gz"),
+        ("train.jsonl", "train.parquet"),
+        ("train-0.csv.xz", "train-0.ndjson"),
+        ("web.parquet", "web.txt"),
+    ],
+)
+def test_one_name_with_two_known_endings_in_a_folder_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: str, second: str
+) -> None:
+    write_records(tmp_path / "in" / first)
+    write_records(tmp_path / "in" / second)
+    write_records(tmp_path / "in/other.jsonl", 999)
+    message = (
+        f"1 file probably read twice, the first is {tmp_path}/in/{second}: {tmp_path}/in/{first} has the same name"
+    )
+    assert warned(caplog, tmp_path / "in") == [f"{message} before their endings. Leave one out."]
+    assert len(warned(caplog, tmp_path / "in" / first, tmp_path / "in" / second)) == 1
+
+
+def test_copies_under_other_names_and_in_other_folders_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.jsonl", "b.jsonl", "deeper/c.jsonl"):
+        write_records(tmp_path / "in" / name)
+    write_records(tmp_path / "in/d.jsonl", 999)
+    names = f"{tmp_path}/in/b.jsonl: {tmp_path}/in/a.jsonl has the same size and content. Leave one out."
+    assert warned(caplog, tmp_path / "in") == [f"2 files probably read twice, the first is {names}"]
+
+
+def test_files_that_only_look_alike_give_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = ["part-0001.jsonl.gz", "part-0002.jsonl.gz", "v1.0.jsonl", "v1.1.jsonl", "x/part-0001.jsonl.gz"]
+    for seed, name in enumerate(names):
+        write_records(tmp_path / "in" / name, seed * 999)
+    texts = {name: f"This is the text of {name:9}" for name in ("a.py", "a.pyi", "README.md", "one.txt", "two.txt")}
+    texts |= {"__init__.py": "", "x/__init__.py": "", "large.txt": "a" * 10**6, "like.txt": "a" * (10**6 - 1) + "b"}
+    for name, text in texts.items():
+        (tmp_path / "in" / name).write_text(text)
+    assert not warned(caplog, tmp_path / "in")
+    assert not warned(caplog, tmp_path / "in", selection=Selection(("py", "pyi", "txt", "md", "jsonl")))
+
+
+def test_prepare_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_records(tmp_path / "in/a.jsonl")
+    write_records(tmp_path / "in/a.jsonl.gz")
+    main(["prepare", f"--input_path={tmp_path}/in", f"--output_path={tmp_path}/out", "--vocab_size=300"])
+    assert sum("probably read twice" in message for message in caplog.messages) == 1

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -19,12 +20,12 @@ from unit.tools.prepare.prepare_files import contents, json_lines, packed, prepa
 
 from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError, PretrainError
-from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare import documents, encode, token_files, units
+from pretraining.tools.prepare import console, documents, encode, token_files, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.console import suggested_variant, training_flags
-from pretraining.tools.prepare.prepare import _cores_of_this_process, prepare
+from pretraining.tools.prepare.prepare import prepare
+from pretraining.tools.prepare.records import Counts
 
 CaptureFixture = pytest.CaptureFixture[str]
 
@@ -48,7 +49,9 @@ def table_config(tmp_path: Path, values: list[object], kind: pa.DataType | None 
     return prepare_config(tmp_path, "table.parquet", text_field="ids")
 
 
-def test_every_document_is_a_row_that_decodes_to_its_text(config: PrepareConfig) -> None:
+def test_every_document_is_a_row_that_decodes_to_its_text(
+    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     summary = prepare(config)
     tokenizer = load_tokenizer(config.output_path)
     found = rows(summary.folder)
@@ -64,6 +67,9 @@ def test_every_document_is_a_row_that_decodes_to_its_text(config: PrepareConfig)
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+    for module in (encode, documents):
+        monkeypatch.setattr(module, "PIECE_CHARACTERS", 64)
+    assert rows(prepare(replace(config, dataset="in_pieces")).folder) == found
 
 
 TRAINED = train_tokenizer(TEXTS, 300)
@@ -73,18 +79,12 @@ TRAINED = train_tokenizer(TEXTS, 300)
 @given(
     texts=st.lists(st.text(max_size=30), max_size=15).filter(any),
     name=st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.ndjson.zst", "a.parquet"]),
-    unit_bytes=st.sampled_from([1, 60, 10**6]),
-    batch=st.integers(1, 40),
-    tokens_per_file=st.sampled_from([1, 7, 10**6]),
+    sizes=st.tuples(st.sampled_from([1, 60, 10**6]), st.integers(1, 40), st.sampled_from([1, 7, 10**6])),
 )
 def test_any_text_is_decoded_from_its_tokens(
-    tmp_path_factory: pytest.TempPathFactory,
-    texts: list[str],
-    name: str,
-    unit_bytes: int,
-    batch: int,
-    tokens_per_file: int,
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], name: str, sizes: tuple[int, int, int]
 ) -> None:
+    unit_bytes, batch, tokens_per_file = sizes
     root = tmp_path_factory.mktemp("round")
     if name == "a.parquet":
         pq.write_table(pa.table({"text": texts}), root / name, row_group_size=3)
@@ -107,22 +107,12 @@ def test_the_output_is_the_same_bytes_on_any_number_of_threads_and_in_any_place(
     monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100)
     monkeypatch.setattr(units, "UNIT_BYTES", 1500)
     outputs = []
-    for workers in (None, 1, 3):
+    for workers in (None, 3):
         there = tmp_path / f"out{workers}"
         prepare(replace(config, output_path=str(there), num_workers=workers, tokens_per_file=150))
         outputs.append(contents(there))
     assert len(outputs[0]) > 5 and "texts/part_000001_000001.arrow" in outputs[0]
-    assert outputs[0] == outputs[1] == outputs[2]
-
-
-def test_documents_in_pieces_are_the_same_rows(
-    config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = prepare(config)
-    monkeypatch.setattr(encode, "PIECE_CHARACTERS", 64)
-    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 64)
-    cut = prepare(replace(config, output_path=str(tmp_path / "cut"), tokenizer_path=config.output_path))
-    assert rows(cut.folder) == rows(whole.folder)
+    assert outputs[0] == outputs[1]
 
 
 def test_the_second_call_finds_everything_done(
@@ -136,7 +126,9 @@ def test_the_second_call_finds_everything_done(
     capsys.readouterr()
     assert prepare(replace(config, num_workers=1)) == first
     assert "already prepared" in caplog.text
-    assert "--sep_token=0" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "--sep_token=0" in printed and "  separator  '<|endoftext|>' (0)\n" in printed
+    assert "--vocab_size" not in printed, "training takes the tokenizer's, rounded up"
     assert contents(Path(config.output_path)) == before
 
 
@@ -188,9 +180,8 @@ KEPT = [[5, 6, 7], [8] * 20, [300]]
 @pytest.mark.parametrize(
     ("kind", "vocab_size", "stored"),
     [
-        *((pa.uint16(), None, pa.uint16()), (pa.int16(), None, pa.uint16()), (pa.int64(), 301, pa.uint16())),
-        *((pa.int64(), 1 << 16, pa.uint16()), (pa.int64(), (1 << 16) + 1, pa.uint32())),
-        *((pa.int64(), None, pa.uint32()), (pa.uint32(), None, pa.uint32())),
+        *((pa.int16(), None, pa.uint16()), (pa.int64(), 1 << 16, pa.uint16())),
+        *((pa.int64(), (1 << 16) + 1, pa.uint32()), (pa.uint32(), None, pa.uint32())),
     ],
     ids=str,
 )
@@ -225,10 +216,9 @@ def test_files_and_their_record_batches_end_at_the_first_document_past_their_siz
     assert [[len(chunk) for chunk in table["tokens"].chunks] for table in tables] == [[2, 4], [1, 1]]
 
 
-@pytest.mark.parametrize("first", [pa.uint16(), pa.int8()], ids=str)
-def test_ids_of_files_with_different_types_use_the_widest_type(tmp_path: Path, first: pa.DataType) -> None:
+def test_ids_of_files_with_different_types_use_the_widest_type(tmp_path: Path) -> None:
     """The first file's type alone would have given 65,535."""
-    for name, kind, ids in (("a", first, [[1, 2]]), ("b", pa.int32(), [[70_000]]), ("c", pa.uint16(), [[3]])):
+    for name, kind, ids in (("a", pa.uint16(), [[1, 2]]), ("b", pa.int32(), [[70_000]]), ("c", pa.uint16(), [[3]])):
         pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(kind))}), tmp_path / f"{name}.parquet")
     summary = prepare(prepare_config(tmp_path, "*.parquet", text_field="ids", dataset="all"))
     assert rows(summary.folder) == [[1, 2], [70_000], [3]]
@@ -236,30 +226,9 @@ def test_ids_of_files_with_different_types_use_the_widest_type(tmp_path: Path, f
     assert "--vocab_size=70016" in training_flags(summary, None), "no tokenizer gives it; rounded up, it is faster"
 
 
-def test_the_end_of_text_token_is_printed_as_text(
-    config: PrepareConfig, tmp_path: Path, capsys: CaptureFixture
-) -> None:
-    tokenizer = train_tokenizer(TEXTS, 300)
-    tokenizer.library.add_special_tokens(["<|im_end|>"])
-    (tmp_path / "chat").mkdir()
-    (tmp_path / "chat/tokenizer.json").write_text(tokenizer.library.to_str())
-    (tmp_path / "chat/tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    summary = prepare(replace(config, tokenizer_path=str(tmp_path / "chat")))
-    printed = capsys.readouterr().out
-    assert f"  separator  '<|im_end|>' ({summary.end_of_text})" in printed
-    assert f"--sep_token={summary.end_of_text}" in printed
-    assert "--vocab_size" not in printed, "training takes the tokenizer's, rounded up"
-    prepare(replace(config, output_path=str(tmp_path / "plain")))
-    printed = capsys.readouterr().out
-    assert "  separator  '<|endoftext|>' (0)\n" in printed
-
-
-@pytest.mark.parametrize(
-    ("tokens", "variant"),
-    [(400_000, "tiny"), (3_000_000_000, "125m"), (10**12, "1b")],  # of 400,000, none has 20 per parameter
-)
-def test_the_suggested_model_suits_the_tokens(tokens: int, variant: str) -> None:
-    assert suggested_variant(tokens, 32000) == variant
+def test_the_suggested_model_suits_the_tokens() -> None:
+    suggested = {tokens: suggested_variant(tokens, 32000) for tokens in (400_000, 3_000_000_000, 10**12)}
+    assert list(suggested.values()) == ["tiny", "125m", "1b"]  # of 400,000, none has 20 per parameter
 
 
 # What goes wrong
@@ -268,9 +237,16 @@ def test_the_suggested_model_suits_the_tokens(tokens: int, variant: str) -> None
 Change = Callable[[PrepareConfig, Path], PrepareConfig]
 
 
-def more_text(config: PrepareConfig, folder: Path) -> PrepareConfig:
-    (folder / "texts/more.txt").write_text("more")
-    return config
+def written(name: str, content: str, **paths: str) -> Change:
+    """Return a change that writes a file, and one of settings to paths in the folder."""
+
+    def change(config: PrepareConfig, folder: Path) -> PrepareConfig:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+        values: dict[str, Any] = {key: str(folder / path) for key, path in paths.items()}
+        return replace(config, **values | ({"input_path": (values["input_path"],)} if "input_path" in paths else {}))
+
+    return change
 
 
 def other_tokenizer(config: PrepareConfig, folder: Path) -> PrepareConfig:
@@ -279,7 +255,6 @@ def other_tokenizer(config: PrepareConfig, folder: Path) -> PrepareConfig:
 
 
 def changed(change: Callable[[Path], object]) -> Change:
-    """Return a change to the finished dataset."""
 
     def apply(config: PrepareConfig, folder: Path) -> PrepareConfig:
         change(folder / "out/texts")
@@ -288,28 +263,16 @@ def changed(change: Callable[[Path], object]) -> Change:
     return apply
 
 
-def changed_manifest(**changes: Any) -> Change:
-    """Return a change to values in prepare.json."""
-
-    def change(folder: Path) -> None:
-        content = json.loads((folder / "prepare.json").read_text())
-        (folder / "prepare.json").write_text(json.dumps({**content, **changes}))
-
-    return changed(change)
-
-
 FILE = "part_000000_000000.arrow"
-WAYS_OUT = {"dataset", "output_path"}
+WAYS_OUT, OLD = {"dataset", "output_path"}, '{"format_version": 0}'
 # Other settings for a finished dataset, or what became of it; the path below the output and the settings in the error
 REFUSED_LATER: list[tuple[Change, str, set[str]]] = [
-    (more_text, "texts", WAYS_OUT),
+    (written("texts/more.txt", "more"), "texts", WAYS_OUT),
     (lambda config, _: replace(config, tokens_per_file=7), "texts", WAYS_OUT),
     (lambda config, _: replace(config, vocab_size=258), "tokenizer.json", {"vocab_size", "output_path"}),
     (other_tokenizer, "tokenizer.json", {"tokenizer_path", "output_path"}),
     (changed(lambda folder: (folder / "prepare.json").write_text("{")), "texts/prepare.json", WAYS_OUT),
-    (changed_manifest(format_version=0), "texts/prepare.json", WAYS_OUT),
-    (changed_manifest(tokens={}), "texts/prepare.json", WAYS_OUT),
-    (changed(lambda folder: (folder / FILE).write_bytes(b"short")), f"texts/{FILE}", WAYS_OUT),
+    (changed(lambda folder: (folder / "prepare.json").write_text(OLD)), "texts/prepare.json", WAYS_OUT),
     (changed(lambda folder: (folder / FILE).unlink()), f"texts/{FILE}", WAYS_OUT),
     (changed(lambda folder: (folder.parent / "tokenizer.json").unlink()), "texts", WAYS_OUT),
     (changed(lambda folder: train_tokenizer(["other"], 300).save(folder.parent)), "texts", WAYS_OUT),
@@ -347,65 +310,42 @@ def mixed(*names: str) -> Change:
     return change
 
 
-def foreign_folder(config: PrepareConfig, folder: Path) -> PrepareConfig:
-    (folder / "out/texts").mkdir(parents=True)
-    (folder / "out/texts/shard.arrow").write_text("theirs")
-    return config
-
-
-def file_in_the_way(config: PrepareConfig, folder: Path) -> PrepareConfig:
-    (folder / "file").write_text("in the way")
-    return replace(config, output_path=str(folder / "file/out"))
-
-
-def no_text(config: PrepareConfig, folder: Path) -> PrepareConfig:
-    (folder / "empty.txt").write_text("")
-    return replace(config, input_path=(str(folder / "empty.txt"),))
-
-
 def beside_foreign_ids(config: PrepareConfig, folder: Path) -> PrepareConfig:
     prepare(table_config(folder, DOCUMENTS))
     return config
 
 
-def lfs_pointer(config: PrepareConfig, folder: Path) -> PrepareConfig:
-    (folder / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
-    return replace(config, tokenizer_path=str(folder))
-
-
 def asked(**settings: Any) -> Change:
-    """Return a change of settings only."""
     return lambda config, folder: replace(config, dataset="texts", **settings)
 
 
+PLAN, LFS = ".texts.preparing/plan.json", "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"
 HUB: dict[str, Any] = {"hf_dataset": "a/b", "input_path": ()}
 VOCABULARY, REWRITE = {"vocab_size"}, "write the file again without it"
 # Settings, the path and the row that the error names, the settings that it names, what it says
 REFUSED: list[tuple[Change, str, int | None, set[str], str]] = [
     (ids_of(pa.int16(), -1), "table.parquet", 1, set(), f"is -1, but .*{REWRITE}"),
-    (ids_of(pa.int64(), -5), "table.parquet", 1, set(), f"is -5, but .*{REWRITE}"),
     (ids_of(pa.int64(), 1 << 32), "table.parquet", 1, set(), REWRITE),
     (ids_of(pa.int64(), -1, vocab_size=1 << 16), "table.parquet", 1, set(), REWRITE),
-    (
-        ids_of(pa.int64(), 300, vocab_size=300),
-        "table.parquet",
-        1,
-        VOCABULARY,
-        "ids go from 0 to 299: give the size",
-    ),
+    (ids_of(pa.int64(), 300, vocab_size=300), "table.parquet", 1, VOCABULARY, "ids go from 0 to 299: give the size"),
     (mixed("table.parquet", "words.parquet"), "words.parquet", 0, set(), ""),
     (mixed("words.parquet", "table.parquet"), "table.parquet", 0, set(), ""),
-    (foreign_folder, "out/texts", None, WAYS_OUT, ""),
-    (file_in_the_way, "file/out/.texts.preparing/plan.json", None, {"output_path"}, ""),
-    (no_text, "empty.txt", None, set(), ""),
+    (written("out/texts/shard.arrow", "theirs"), "out/texts", None, WAYS_OUT, ""),
+    (written("file", "", output_path="file/out"), f"file/out/{PLAN}", None, {"output_path"}, ""),
+    (written("empty.txt", "", input_path="empty.txt"), "empty.txt", None, set(), ""),
     (beside_foreign_ids, "out/table", None, {"tokenizer_path", "output_path"}, ""),
-    (lfs_pointer, "tokenizer.json", None, set(), "it is a Git LFS pointer. Run `git lfs pull`"),
+    (
+        written("tokenizer.json", LFS, tokenizer_path=""),
+        "tokenizer.json",
+        None,
+        set(),
+        "it is a Git LFS pointer. Run `git lfs pull`",
+    ),
     (asked(hf_split="validation"), "", None, {"hf_split", "hf_dataset", "split"}, ""),
     (asked(split="test", **HUB), "", None, {"split", "hf_dataset", "hf_split"}, ""),
     (asked(split="test", source="stdlib", input_path=()), "", None, {"split", "source"}, ""),
     (asked(text_field=None, **HUB), "", None, {"text_field", "hf_dataset"}, ""),
     (asked(vocab_size=5000), "", None, VOCABULARY, ""),
-    (asked(vocab_size=256), "", None, VOCABULARY, ""),
     (asked(vocab_size=10**12), "", None, VOCABULARY, ""),  # no tokenizer has so many
 ]
 
@@ -429,11 +369,15 @@ def test_a_document_too_long_for_a_row_is_named(config: PrepareConfig, monkeypat
         prepare(config)
 
 
-def test_unbound_processes_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = ProcessLayout(0, 8, 0, 4, "torchrun", "", 0)
-    monkeypatch.setattr(run, "usable_cores", lambda: 16)
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
-    assert (_cores_of_this_process(None), _cores_of_this_process(layout)) == (16, 4)
-    assert _cores_of_this_process(replace(layout, local_world_size=99)) == 1
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert _cores_of_this_process(layout) == 16
+@pytest.mark.parametrize(("total", "share"), [(2000, "60%"), (0, "")])
+def test_progress_is_a_line_now_and_then(
+    total: int, share: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    seconds = iter(console.LINE_INTERVAL_SECONDS / 2 * n for n in range(9))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    progress = console.Progress("encoding", total, total // 2)
+    for _ in range(3):
+        progress.add(Counts(documents=15, tokens=3000, text_bytes=30_000_000, input_bytes=100))
+    (line,) = caplog.messages
+    assert "6,000 tokens (400/s)" in line and share in line and ("left" in line) == bool(total)

@@ -14,12 +14,10 @@ Flags = Mapping[str, Any]
 
 
 def given(words: Sequence[str], flags: Flags | None = None) -> list[Assignment]:
-    """Return the assignments of a command line."""
     return [*read_words(TrainConfig, words), *assign(flags or {})]
 
 
 def load(words: Sequence[str], flags: Flags | None = None) -> TrainConfig:
-    """Return the settings of a run."""
     return translate_given(TrainConfig, given(words, flags)).resolve(TrainConfig).config
 
 

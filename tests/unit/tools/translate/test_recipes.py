@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from golden.make_translations import FOLDER, PAIRS
@@ -12,11 +14,13 @@ from unit.tools.translate.loading import load
 
 from pretraining.api import Trainer
 from pretraining.cli import main
-from pretraining.config.fields import settings_of
+from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.errors import ConfigError, DataError
+from pretraining.optim.registry import user_defined_arguments
+from pretraining.optim.schedules import build_learning_rate
+from pretraining.progress import TokenSchedule
 from pretraining.tools.commands import TranslateConfig
-from pretraining.tools.translate.parse import parse
-from pretraining.tools.translate.translate import SYSTEMS, detect, translate
+from pretraining.tools.translate.translate import translate
 
 
 @pytest.fixture(autouse=True)
@@ -25,25 +29,16 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_file_translates_to_its_golden_recipe(name: str, tmp_path: Path) -> None:
+def test_a_file_is_its_golden_recipe_translated_or_started(name: str, tmp_path: Path) -> None:
     """If a change is meant: python tests/golden/make_translations.py."""
     translate(TranslateConfig(PAIRS[name], output_path=str(tmp_path / "mine.yaml")))
     assert (tmp_path / "mine.yaml").read_text() == (FOLDER / f"{name}.recipe.yaml").read_text()
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_file_starts_the_run_of_its_golden_recipe(name: str) -> None:
     flags = {"data_path": "mine", "num_steps": "5000"}
     config = load([f"{name}.recipe.yaml"], flags)
-    for words, more in (([PAIRS[name]], {}), ([], {"recipe": PAIRS[name]})):
-        found = load(words, flags | more)
-        assert (found.model, found.optimizer, found.schedule) == (config.model, config.optimizer, config.schedule)
-        assert (found.batch, found.run, found.checkpoint) == (config.batch, config.run, config.checkpoint)
-
-
-def test_a_trainer_reads_files_of_other_systems() -> None:
-    trainer = Trainer.from_recipe("steps.py", use_dummy_dataset=True)
-    assert trainer.config.schedule.warmup_steps == load(["steps.py"]).schedule.warmup_steps
+    found = [load([PAIRS[name]], flags), load([], flags | {"recipe": PAIRS[name]})]
+    for each in (*found, Trainer.from_recipe(PAIRS[name], **flags).config):
+        for section in ("model", "optimizer", "schedule", "batch", "run", "checkpoint"):
+            assert getattr(each, section) == getattr(config, section)
 
 
 def test_another_systems_file_over_a_recipe_brings_what_it_says_and_no_defaults(
@@ -60,10 +55,7 @@ def test_another_systems_file_over_a_recipe_brings_what_it_says_and_no_defaults(
     config = load([], {"recipe": f"demo,{tmp_path / 'over.json'}", "data_path": "x"})
     ours = load([], {"recipe": "demo", "data_path": "x", "num_steps": "2000", "report_interval": "7"})
     assert config == ours and "default there" not in caplog.text
-
-
-def test_of_two_files_of_other_systems_the_later_one_and_its_defaults_win() -> None:
-    config = load([], {"recipe": "guide.json,deepspeed.json", "data_path": "x"})
+    config = load([], {"recipe": "guide.json,deepspeed.json", "data_path": "x"})  # the later one and its defaults win
     assert (config.schedule.schedule, config.optimizer.grad_clip_thresh) == ("constant", 0.0)
 
 
@@ -114,26 +106,16 @@ OURS = "model_variant: tiny\ndata_path: x\nseq_length: 64\nlearning_rate: 1e-3\n
     ("line", "key", "ours"),
     [
         ("num_epochs: 2", "num_epochs", "num_steps=2ep"),
-        ("use_amp: false", "use_amp", "mixed_precision=false"),
         ("use_amp: true", "use_amp", "delete it: where the device has units for it"),
         ("max_seq_len: 128", "max_seq_len", "seq_length=128 max_position_embeddings=128"),
-        ("checkpoint_dir: x", "checkpoint_dir", "ckpt_save_path=x"),
         ("dropout: 0.1", "dropout", "delete it: a Llama is trained without dropout"),
-        ("max_iters: 50", "max_iters", "num_steps=50"),
         ("dist: {sharding_stage: zero2, dtype: float32}", "dist.sharding_stage", "sharding_strategy=zero2"),
-        ("optimizer: {lr_config: {lr: 1}}", "optimizer.lr_config.lr", "learning_rate=1"),
         ("zero_optimization: {stage: 3}", "zero_optimization.stage", "sharding_strategy=fsdp"),
-        (
-            "training: {learning_rate: 3e-4, max_steps: 9, use_amp: false}",
-            "training.learning_rate",
-            "learning_rate=3e-4",
-        ),
     ],
 )
 def test_another_systems_key_in_a_recipe_is_an_error_with_our_name(
     line: str, key: str, ours: str, tmp_path: Path
 ) -> None:
-    """One such key would otherwise bring that system's precision, optimizer and length."""
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"{OURS}{line}\n")
     for read in (lambda: load([str(mine)]), lambda: translate(TranslateConfig(str(mine)))):
@@ -158,37 +140,75 @@ def test_one_key_of_a_system_is_no_file_of_that_system(tmp_path: Path) -> None:
     assert load([str(defaults)], {"use_dummy_dataset": "true"}).run.num_steps.amount == 5
 
 
-def test_arguments_beside_a_file_are_translated_too(tmp_path: Path) -> None:
+def test_arguments_beside_a_file_are_translated_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "mine.yaml"
     words = ["guide.json", "training.batch_size=4", "--max_steps=2000", "--learning_rate=3e-3", "--ckpt_save_path=mine"]
     main(["translate", *words, f"--output_path={output}"])
     text = output.read_text()
     for line in ("batch_size: 4", "num_steps: 2000", "learning_rate: 3e-3", "ckpt_save_path: mine"):
         assert f"  {line}\n" in text
+    main(["translate", "stub.yaml", "--max_tokens=5B"])
+    assert "  num_steps: 5Btok\n" in capsys.readouterr().out
     for wrong in ("--max_stps=2000", "more.json"):
         with pytest.raises(SystemExit):
             main(["translate", "guide.json", wrong])
 
 
-def test_a_length_under_another_name_keeps_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["translate", "stub.yaml", "--max_tokens=5B"])
-    assert "  num_steps: 5Btok\n" in capsys.readouterr().out
+# Numbers that other systems define otherwise
+
+WITHOUT_DATA = {name: {"use_dummy_dataset": "true"} for name in ("deepspeed", "composed")}
 
 
-def test_each_golden_file_is_recognised() -> None:
-    assert set(settings_of(TranslateConfig)["kind"].choices) == set(SYSTEMS)
-    for kind, path in (("nanogpt", "tokens.py"), ("nanogpt", "steps.py"), *list(PAIRS.items())[:4]):
-        assert detect(parse(Path(path)), path) == kind
+def test_the_global_batch_of_a_guide_is_the_same_on_any_number_of_ranks() -> None:
+    config = load(["guide.json"])
+    assert {resolve_batch_sizes(config.batch, ranks).global_batch_size for ranks in (1, 2, 8)} == {64}
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        ("data.batch_sze=3", "batch_size"),
-        ("optimizer.learning_rte=3", "learning_rate"),
-        ("data.batch_size=3", "batch_size"),
-    ],
-)
-def test_a_misspelt_dotted_setting_of_this_project_is_hinted_by_its_name(words: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean {hint}\\?"):
-        load([words], {"recipe": "demo"})
+def test_words_without_a_file_mean_what_they_mean_beside_one(tmp_path: Path) -> None:
+    """Momentum that is a mean of gradients is read as a sum: the steps would be 10 times too long."""
+    words = ["optimizer=sgdm", "optimizer.lr_config.lr=1.0", "train.max_steps=200"]
+    (tmp_path / "config.yaml").write_text("defaults: [{optimizer: sgdm}]\n")
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "sgdm.yaml").write_text("lr_config: {lr: 0.1}\nbeta: 0.9\n")
+    alone, beside = (load(each, WITHOUT_DATA["composed"]) for each in (words, [str(tmp_path / "config.yaml"), *words]))
+    assert alone == beside
+    assert (alone.optimizer.learning_rate, alone.optimizer.momentum) == (0.1, 0.9)
+    for torchs in (["optimizer.momentum=0.9", words[0]], ["optimizer.beta=0.9", "optimizer=normalized_sgdm"]):
+        config = load(["optimizer.lr_config.lr=0.5", *torchs], WITHOUT_DATA["composed"]).optimizer
+        assert (config.learning_rate, config.momentum) == (0.5, 0.9)  # which are not scaled
+    found = load(["train.max_steps=7"], WITHOUT_DATA["composed"])  # one word brings no defaults
+    assert found == load([], {**WITHOUT_DATA["composed"], "num_steps": "7"})
+
+
+def test_a_files_settings_of_a_user_defined_optimizer_become_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_package").mkdir()
+    source = "class Lion:\n    def __init__(self, params, lr, weight_decay, momentum, gamma): ...\n"
+    (tmp_path / "my_package" / "lion.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = load(["composed/config.yaml", "optimizer=mine"], WITHOUT_DATA["composed"]).optimizer
+    assert user_defined_arguments(config) == {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.9, "gamma": 0.3}
+
+
+@pytest.mark.parametrize(("warmup", "end"), [(100, 9000), (0, 3000)])
+def test_the_learning_rate_equals_nanogpts_for_any_end_of_its_cosine(warmup: int, end: int) -> None:
+    flags = {"warmup_iters": str(warmup), "lr_decay_iters": str(end), "learning_rate": "1e-3", "min_lr": "1e-4"}
+    config = load(["steps.py"], flags)
+    assert (config.run.num_steps.amount, config.run.run_steps) == (5000, None)
+    schedule = build_learning_rate(config.schedule, config.run.num_steps, TokenSchedule.steady(1), None)
+    for step in range(warmup, 5000, 7):
+        done = min(1.0, (step - warmup) / (end - warmup))
+        rate = 1e-4 + 0.5 * (1 + math.cos(math.pi * done)) * 9e-4
+        assert schedule.at(step, 1e-3) == pytest.approx(rate, abs=2.5e-6)
+
+
+def test_four_times_the_width_is_rescaled_and_other_widths_are_kept() -> None:
+    def width(**model: Any) -> int | None:
+        flags = {"use_dummy_dataset": "true", "model.n_heads": "4", "model.n_layers": "2"}
+        named = {f"model.{name}": str(value) for name, value in model.items()}
+        return load(["guide.json"], {**flags, **named}).model.intermediate_size
+
+    assert width(d_model=768, d_ff=3072) == 2048
+    assert width(d_model=768, d_ff=2304) == 2304
+    assert width(d_model=768, d_ff=3072, activation="swiglu") == 3072
