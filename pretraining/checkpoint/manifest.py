@@ -161,7 +161,7 @@ class Manifest:
 
     @property
     def average(self) -> dict[str, Any]:
-        """What the weights are an average of: checkpoints, and facts about their runs; empty if they are no average."""
+        """Checkpoints that the weights are an average of, and facts about their runs; empty if they are no average."""
         return self._state_of(AVERAGE)
 
     @property

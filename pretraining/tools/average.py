@@ -74,9 +74,9 @@ def average(config: AverageConfig) -> None:
 def decay_weights(steps: Sequence[int], shape: str) -> list[float]:
     """Return the weights of checkpoints whose sum is what a decay over their steps would have made of their updates.
 
-    The updates u_k between the checkpoints k - 1 and k of a constant rate are scaled by f_k, the mean of the decay's
-    factors over these steps: c_0 + sum of f_k u_k = (1 - f_1) c_0 + (f_1 - f_2) c_1 + … + f_n c_n (Tian et al. 2025,
-    WSM, section 3).
+    The decay scales the updates u_k between the checkpoints c_(k-1) and c_k by f_k, the mean of its factors over their
+    steps. The sum c_0 + f_1 u_1 + … + f_n u_n is (1 - f_1) c_0 + (f_1 - f_2) c_1 + … + f_n c_n, the average of Tian et
+    al. (2025, WSM, section 3).
 
     Args:
         steps: of the checkpoints, ascending.
