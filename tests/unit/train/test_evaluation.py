@@ -100,6 +100,20 @@ def test_eval_only_has_the_results_of_the_run_and_writes_nothing(
     assert not (tmp_path / "unused").exists()
 
 
+def test_an_average_is_evaluated_on_what_its_run_has_held_out(
+    trained: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = checkpoint(trained, 4)
+    main(["average", str(newest), str(checkpoint(trained, 2)), "--weights=1,0", f"--output_path={tmp_path / 'same'}"])
+    place, wanted = f"ckpt_load_path={tmp_path / 'same'}", evaluations(trained)[-1]["evaluation_loss"]
+    for more in ([], ["batch_size=1", "global_batch_size=8"]):  # the recorded number of sequences counts
+        assert evaluated(tmp_path / "none", data, capsys, place, *more)["evaluation_loss"] == pytest.approx(
+            wanted, rel=1e-6
+        )
+    error = refusal(tmp_path / "none", data, "eval_only=true", place, "held_out_fraction=0.5")
+    assert "includes training documents of the run" in str(error)
+
+
 def test_the_best_checkpoint_is_that_of_the_set_that_decides(data: Path, tmp_path: Path) -> None:
     start(tmp_path, data, "best_by=books")
     manifest = read_manifest(checkpoint(tmp_path, 4))
