@@ -48,6 +48,7 @@ from pretraining.optim.schedules import DECAYS
 from pretraining.text import count_of, format_bytes, list_some
 from pretraining.tools.commands import LARGEST_STEP, AverageConfig
 from pretraining.tools.import_weights import write_weights
+from pretraining.train.plan import recorded_evaluation
 
 ENDS = ("sep_token", "bos_token")
 
@@ -210,9 +211,11 @@ def _facts_of_data(sources: Sequence[CheckpointRef]) -> dict[str, Any]:
     """Return what an evaluation must know of the runs; raise a CheckpointError if it is not the same for all."""
     found = []
     for each in sources:
-        data, kept = each.manifest.facts_of_data, each.manifest.state.get(EVALUATION_SETS_STATE)
+        data = each.manifest.facts_of_data
         facts = {name: data.get(name) for name in ("held_out_fraction", *ENDS)} | {"order_version": order_version(data)}
-        found.append({"data": facts if data else {}, EVALUATION_SETS_STATE: kept or {}})
+        found.append(
+            {"data": facts if data else {}, EVALUATION_SETS_STATE: recorded_evaluation(each.manifest).state_dict()}
+        )
     for each, facts in zip(sources, found, strict=True):
         if unlike := [name for name in facts if facts[name] != found[0][name]]:
             raise CheckpointError(
