@@ -155,47 +155,45 @@ def _place(manifest: Manifest) -> tuple[int, str]:
 
 
 def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[float]) -> None:
-    shape, stored = shape_of(sources[0].manifest), [_open(each, sources[0]) for each in sources]
-    newest, origin = sources[-1], origin_file(sources[-1].path)
-    facts = _facts_of_data(sources)
-    made_of = [
-        {"checkpoint": each.path.name, "step": each.manifest.step, "weight": weight}
-        for each, weight in zip(sources, weights, strict=True)
-    ]
-    settings = replace(newest.config, checkpoint=CheckpointConfig(ckpt_save_path=str(output)))
-    manifest = replace(
-        Manifest(),
+    first, newest, origin = sources[0], sources[-1], origin_file(sources[-1].path)
+    sizes, stored = parameter_shapes(shape_of(first.manifest)), [_open(each, first) for each in sources]
+    settings = dump_config(replace(newest.config, checkpoint=CheckpointConfig(ckpt_save_path=str(output))))
+    manifest = Manifest(
         step=newest.manifest.step,
         tokens_seen=newest.manifest.tokens_seen,
-        state={AVERAGE: {"of": made_of, **facts}},
+        state={AVERAGE: {"of": _described(sources, weights), **_facts_of_data(sources)}},
         global_batch_size=newest.manifest.global_batch_size,
         model=newest.manifest.model,
-        config=dump_config(settings),
+        config=settings,
     )
 
     def summed(name: str) -> torch.Tensor:
-        total = torch.zeros(tuple(parameter_shapes(shape)[name]), dtype=torch.float64)
+        total = torch.zeros(sizes[name], dtype=torch.float64)
         for source, tensors, weight in zip(sources, stored, weights, strict=True):
             total.add_(check_finite(source.path, name, read_tensor(tensors, name)), alpha=weight)
         return total.float()
 
-    sizes = parameter_shapes(shape)
     total_bytes = sum(4 * size.numel() for size in sizes.values())
+    path = checkpoint_path(output, newest.manifest.step)
     with atomic_folder(output, "--output_path", total_bytes) as temporary:
-        folder = checkpoint_path(temporary, newest.manifest.step)
+        folder = temporary / path.relative_to(output)
         folder.mkdir(parents=True)
         write_weights(folder, sizes, summed, manifest)
         if origin is not None:
             shutil.copyfile(origin, temporary / ORIGIN_FILE)
-        write_flushed(temporary / RUN_CONFIG_FILE, comment_of_start(output) + dump_config(settings))
+        write_flushed(temporary / RUN_CONFIG_FILE, comment_of_start(output) + settings)
         flush_folder(folder.parent)
-    path = checkpoint_path(output, newest.manifest.step)
     print_text(f"{path}: the average of {count_of(len(sources), 'checkpoint')}, {format_bytes(total_bytes)}")
     for each, weight in zip(sources, weights, strict=True):
         print_text(f"  {weight:9.6f}  {each.path}")
-    print_text(
-        f"  train      pretrain train {shlex.quote(f'--ckpt_load_path={output}')} --ckpt_save_path=… --data_path=…"
-    )
+    print_text(f"  train      pretrain train {shlex.quote(f'--ckpt_load_path={output}')} --ckpt_save_path=…")
+
+
+def _described(sources: Sequence[CheckpointRef], weights: Sequence[float]) -> list[dict[str, Any]]:
+    return [
+        {"checkpoint": each.path.name, "step": each.manifest.step, "weight": weight}
+        for each, weight in zip(sources, weights, strict=True)
+    ]
 
 
 def _open(source: CheckpointRef, first: CheckpointRef) -> StoredTensors:
@@ -207,20 +205,20 @@ def _open(source: CheckpointRef, first: CheckpointRef) -> StoredTensors:
     return tensors
 
 
-def _facts_of_data(sources: Sequence[CheckpointRef]) -> dict[str, Any]:
+def _facts_of_data(sources: Sequence[CheckpointRef]) -> dict[str, dict[str, Any]]:
     """Return what an evaluation must know of the runs; raise a CheckpointError if it is not the same for all."""
-    found = []
-    for each in sources:
-        data = each.manifest.facts_of_data
-        facts = {name: data.get(name) for name in ("held_out_fraction", *ENDS)} | {"order_version": order_version(data)}
-        found.append(
-            {"data": facts if data else {}, EVALUATION_SETS_STATE: recorded_evaluation(each.manifest).state_dict()}
-        )
-    for each, facts in zip(sources, found, strict=True):
-        if unlike := [name for name in facts if facts[name] != found[0][name]]:
+    facts = [_facts_of(each.manifest) for each in sources]
+    for each, found in zip(sources, facts, strict=True):
+        if found != facts[0]:
             raise CheckpointError(
-                f"and {sources[0].path} have different {' and '.join(unlike)}: {facts} and {found[0]}. An evaluation "
-                "of their average would not know which documents are held out",
+                f"and {sources[0].path} have different data: {found} and {facts[0]}. An evaluation of their average "
+                "would not know which documents are held out",
                 path=each.path,
             )
-    return found[0]
+    return facts[0]
+
+
+def _facts_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    data, sets = manifest.facts_of_data, recorded_evaluation(manifest).state_dict()
+    kept = {name: data.get(name) for name in ("held_out_fraction", *ENDS)}
+    return {"data": {**kept, "order_version": order_version(data)} if data else {}, EVALUATION_SETS_STATE: sets}

@@ -183,7 +183,8 @@ def test_what_cannot_be_averaged_is_refused(
     root: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "of_others"
-    made = {"other": {"data": {**DATA, **FACTS, "held_out_fraction": 0.2}}, "tied": {}, "damaged": {}, "nowhere": {}}
+    data: dict[str, Any] = {**DATA, **FACTS, "held_out_fraction": 0.2}
+    made: dict[str, dict[str, Any]] = {"other": {"data": data}, "tied": {}, "damaged": {}, "nowhere": {}}
     names = {"R": root / "run", **{f"C{step}": root / "run" / "checkpoints" / f"step_{step}_ckp" for step in (2, 4)}}
     for name in made.keys() & set(words):
         names[name] = run / "checkpoints" / name
