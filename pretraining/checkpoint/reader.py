@@ -55,6 +55,18 @@ def open_tensors(folder: Path, files: Files) -> StoredTensors:
     return read_headers(folder, files)
 
 
+def open_whole_model(folder: Path, manifest: Manifest) -> StoredTensors:
+    """Find the tensors of a checkpoint, after checking its files, and that they hold its model.
+
+    Raises:
+        CheckpointError: a file is damaged, or the files do not hold each element of the model once.
+    """
+    stored = open_tensors(folder, manifest.files)
+    if faults := tensor_faults(stored, manifest):
+        raise CheckpointError(first_faults(faults) + f". See `pretrain verify {folder}`")
+    return stored
+
+
 def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
     """Return a tensor in new memory on the CPU.
 

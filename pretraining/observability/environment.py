@@ -84,6 +84,5 @@ def _git_state(root: Path) -> dict[str, Any] | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    headers = [line for line in done.stdout.splitlines() if line.startswith("#")]
-    commit = next(line.removeprefix("# branch.oid ") for line in headers if line.startswith("# branch.oid "))
-    return {"commit": commit, "dirty": len(headers) < len(done.stdout.splitlines())}
+    first, *others = done.stdout.splitlines()  # headers begin with "#"; the other lines are changed files
+    return {"commit": first.removeprefix("# branch.oid "), "dirty": any(not line.startswith("#") for line in others)}

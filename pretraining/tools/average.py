@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from pretraining.checkpoint.completeness import check_finite, first_faults, tensor_faults
+from pretraining.checkpoint.completeness import check_finite
 from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.hf_import import origin_file
 from pretraining.checkpoint.manifest import AVERAGE, EVALUATION_SETS_STATE, Manifest, check_same_model, shape_of
-from pretraining.checkpoint.reader import open_tensors, read_tensor
+from pretraining.checkpoint.reader import open_whole_model, read_tensor
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
     PREEMPT_SUFFIX,
@@ -68,7 +68,7 @@ def average(config: AverageConfig) -> None:
         found = _chosen_checkpoints(config, stack)
         weights = _weights(config, [each.manifest.step for each in found])
         # In one order, so that the order of arguments does not change the last bits of a sum.
-        pairs = sorted(zip(found, weights, strict=True), key=lambda pair: _place(pair[0].manifest))
+        pairs = sorted(zip(found, weights, strict=True), key=lambda pair: _place(pair[0]))
         _write(output, [each for each, _ in pairs], [weight for _, weight in pairs])
 
 
@@ -94,9 +94,9 @@ def decay_weights(steps: Sequence[int], shape: str) -> list[float]:
 def _chosen_checkpoints(config: AverageConfig, stack: ExitStack) -> list[CheckpointRef]:
     """Return the checkpoints of the settings, in the order of the words or of their steps."""
     if len(config.paths) > 1:
-        return [find_newest(_local(path, stack, None)) for path in config.paths]
+        return [find_newest(_local(path, stack)) for path in config.paths]
     (source,) = config.paths
-    run = _local(source, stack, ())
+    run = _local(source, stack, with_files=False)
     if len(checkpoints_at(run)) == 1 and checkpoints_at(run)[0] == run:
         raise ConfigError(f"{source} is one checkpoint: name several, or a run with --last or --steps")
     saved = _saved_checkpoints(run)
@@ -111,22 +111,18 @@ def _chosen_checkpoints(config: AverageConfig, stack: ExitStack) -> list[Checkpo
         steps = list_some([str(each.step) for each in saved], 8) or "none"
         raise CheckpointError(f"{source} holds too few checkpoints (steps {steps}): {asked}")
     if is_address(source):
-        run = _local(source, stack, [each.path.name for each in chosen])
+        run = _local(source, stack, names=[each.path.name for each in chosen])
         chosen = _saved_checkpoints(run)
     return [find_newest(each.path) for each in chosen]
 
 
-def _local(source: str, stack: ExitStack, names: Sequence[str] | None) -> Path:
-    """Return a path to read; a store's checkpoints are fetched: those of these names, or the newest.
-
-    Args:
-        names: empty = no content, only manifests.
-    """
+def _local(source: str, stack: ExitStack, *, with_files: bool = True, names: Sequence[str] | None = None) -> Path:
+    """Return a path to read: that of the source, or of the `local_view` of a store."""
     if not is_address(source):
         return Path(source)
     from pretraining.checkpoint.copies import local_view  # imports pyarrow
 
-    return stack.enter_context(local_view(source, with_files=names != (), names=names or None))
+    return stack.enter_context(local_view(source, with_files=with_files, names=names))
 
 
 def _saved_checkpoints(run: Path) -> list[Checkpoint]:
@@ -150,13 +146,18 @@ def _weights(config: AverageConfig, steps: Sequence[int]) -> list[float]:
     return [weight / sum(given) for weight in given]
 
 
-def _place(manifest: Manifest) -> tuple[int, str]:
-    return manifest.step, json.dumps(manifest.document(), sort_keys=True)
+def _place(source: CheckpointRef) -> tuple[int, str, str]:
+    """Return the key that sorts sources; manifests of Hugging Face folders may be equal."""
+    return source.manifest.step, json.dumps(source.manifest.document(), sort_keys=True), str(source.path.absolute())
 
 
 def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[float]) -> None:
     first, newest, origin = sources[0], sources[-1], origin_file(sources[-1].path)
-    sizes, stored = parameter_shapes(shape_of(first.manifest)), [_open(each, first) for each in sources]
+    shape, stored = shape_of(first.manifest), list[StoredTensors]()
+    for source in sources:
+        check_same_model(source.manifest, shape, source.path)
+        stored.append(open_whole_model(source.path, source.manifest))
+    sizes = parameter_shapes(shape)
     settings = dump_config(replace(newest.config, checkpoint=CheckpointConfig(ckpt_save_path=str(output))))
     manifest = Manifest(
         step=newest.manifest.step,
@@ -194,15 +195,6 @@ def _described(sources: Sequence[CheckpointRef], weights: Sequence[float]) -> li
         {"checkpoint": each.path.name, "step": each.manifest.step, "weight": weight}
         for each, weight in zip(sources, weights, strict=True)
     ]
-
-
-def _open(source: CheckpointRef, first: CheckpointRef) -> StoredTensors:
-    """Return the tensors of a checkpoint with the model of the first one, after their checksums are compared."""
-    check_same_model(source.manifest, shape_of(first.manifest), source.path)
-    tensors = open_tensors(source.path, source.manifest.files)
-    if faults := tensor_faults(tensors, source.manifest):
-        raise CheckpointError(first_faults(faults) + f". See `pretrain verify {source.path}`")
-    return tensors
 
 
 def _facts_of_data(sources: Sequence[CheckpointRef]) -> dict[str, dict[str, Any]]:

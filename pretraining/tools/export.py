@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pretraining.checkpoint.completeness import check_finite, first_faults, tensor_faults
+from pretraining.checkpoint.completeness import check_finite
 from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.hf_import import origin_file, read_origin
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
 from pretraining.checkpoint.pt_files import check_host_memory, write_full
-from pretraining.checkpoint.reader import open_tensors, read_tensor
+from pretraining.checkpoint.reader import open_whole_model, read_tensor
 from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.recipes import settings_in
@@ -78,10 +78,7 @@ def export(config: ExportConfig) -> None:
     checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:
         log.info("%s: skipped", damaged)
-    tensors = open_tensors(checkpoint.path, checkpoint.manifest.files)
-    faults = tensor_faults(tensors, checkpoint.manifest)
-    if faults:
-        raise CheckpointError(first_faults(faults) + f". See `pretrain verify {checkpoint.path}`")
+    tensors = open_whole_model(checkpoint.path, checkpoint.manifest)
     if config.format == "full":
         _export_full(config, checkpoint, tensors)
     elif config.format == "gguf":
