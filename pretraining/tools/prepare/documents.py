@@ -223,24 +223,26 @@ def text_of(record: Any, text_field: str) -> str | list[Any]:
     if not isinstance(record, dict):
         raise ValueError(f"it is {_describe(record)}, not a JSON object with a field of text")
     text = _value_at(record, text_field)
+    if isinstance(text, str):
+        if fault := unicode_fault(text):
+            raise ValueError(fault)
+        return text
     if text is None:
         return ""
     if text is record:
         raise ValueError(no_field("field", text_field, list(record)))
     if is_chat(text):
         return list(text)
-    if not isinstance(text, str):
-        raise ValueError(f"field {text_field!r} holds {_describe(text)}, not text. {_remedy(text, text_field)}")
-    if fault := unicode_fault(text):
-        raise ValueError(fault)
-    return text
+    raise ValueError(f"field {text_field!r} holds {_describe(text)}, not text. {_remedy(text, text_field)}")
 
 
 def _value_at(record: dict[str, Any], field: str) -> Any:
     """Return the value of a field, or of a dotted path into nested objects; the record itself if there is none."""
+    if field in record:
+        return record[field]
     head, _, rest = field.partition(".")
-    if field in record or not rest or head not in record:
-        return record.get(field, record)
+    if not rest or head not in record:
+        return record
     inner = record[head]
     found = _value_at(inner, rest) if isinstance(inner, dict) else inner
     return None if inner is None else record if found is inner else found
