@@ -45,6 +45,8 @@ setup(
         "report": [],  # earlier versions had matplotlib here
         # Float8 training. 0.18 is for all of these versions of torch, and avoids kernels that gave NaN once compiled.
         "float8": ["torchao>=0.18,<0.19"],
+        # Benchmark tasks (--eval_tasks).
+        "tasks": ["lm-eval>=0.4.13,<0.5"],
         # Trackers.
         "wandb": ["wandb>=0.21"],
         "mlflow": ["mlflow>=3.0"],
@@ -57,6 +59,7 @@ setup(
             "flask>=3.0",
             "flask-cors>=4.0",
             "hypothesis>=6.100",
+            "lm-eval>=0.4.13,<0.5",
             "moto[s3]>=5.0",
             "mypy>=1.15",
             "pytest>=8.2",

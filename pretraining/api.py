@@ -155,7 +155,7 @@ class Trainer:
             path: checkpoint, run, or Hugging Face folder to evaluate instead.
 
         Returns:
-            checkpoint, step, evaluation_loss and so on, and under `sets` the scores of each set.
+            checkpoint, step, evaluation_loss and so on, scores of tasks by name, and under `sets` those of each set.
 
         Raises:
             PretrainError: any user error.
@@ -171,7 +171,7 @@ class Trainer:
             from pretraining.tools.evaluate import evaluate_checkpoint
 
             found = evaluate_checkpoint(config, layout, requests, hook=self._hook(), is_embedded=True)
-            for line in found.evaluation.lines():
+            for line in found.lines():
                 log.info("%s", line)
         return found.as_json()
 

@@ -83,10 +83,10 @@ def train_command(given: Sequence[Assignment]) -> None:
 
     requests = make_stop_requests(signals, config.run.time_limit)
     with naming_places(resolved.chosen):
-        if config.run.dry_run:
-            dry_run(resolved, layout, requests, threads)
-        elif config.evaluation.eval_only:
+        if config.evaluation.eval_only:
             evaluate_and_print(config, layout, requests)
+        elif config.run.dry_run:
+            dry_run(resolved, layout, requests, threads)
         else:
             train(config, layout, requests, threads)
 

@@ -15,14 +15,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import NamedTuple
 
 from pretraining.errors import ConfigError
 
 UNITS = ("steps", "tokens", "epochs", "seconds")
 PERCENT = "percent"
-PENDING_EVALUATION = "owed"
-"""Key in checkpoints: whether an evaluation of these weights is due and not done."""
 """Percent of the run, a unit only for lengths of its parts."""
+PENDING_EVALUATION, PENDING_TASKS = "owed", "owed_tasks"
+"""Keys in checkpoints: whether an evaluation of these weights, on sets or on tasks, is due and not done."""
 
 MULTIPLIERS = {"K": 10**3, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -282,6 +283,30 @@ class Interval:
         if length == 0:  # epochs of an empty dataset
             return False
         return bool(getattr(state.progress, unit) // length > getattr(state.before, unit) // length)
+
+
+class BestBy(NamedTuple):
+    """The metric of a task that decides which checkpoint is best; `definition` says what it depends on."""
+
+    name: str
+    larger_is_better: bool
+    definition: str
+
+    def cost(self, value: float) -> float:
+        """Return a number that is lower for a better value."""
+        return -value if self.larger_is_better else value
+
+
+class Scores(NamedTuple):
+    """What an evaluation found to decide by.
+
+    Attributes:
+        loss: in nats per token, of the set `--best_by` or the mean over all sets; None = no set was evaluated.
+        task: metric of the task `--best_by`; None = it was not evaluated, or no task decides.
+    """
+
+    loss: float | None
+    task: float | None = None
 
 
 class DefaultDuration(Duration):

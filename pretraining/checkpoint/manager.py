@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.branches import Branches
 from pretraining.checkpoint.manifest import (
+    BEST_BY,
     BRANCHES,
     EVALUATION_OF_STEP,
     EVALUATION_SETS_STATE,
@@ -39,7 +40,7 @@ from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.errors import CheckpointError, DivergenceError
 from pretraining.observability.observer import Observer
-from pretraining.progress import Interval, Progress, TrainState
+from pretraining.progress import BestBy, Interval, Progress, Scores, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class CheckpointManager:
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
         mirror_wait_seconds: how long the end of the run waits for the last copy.
         definition: of the evaluation sets whose loss `maybe_save` gets.
+        task: metric that decides which checkpoint is best; None = the loss does.
 
     Attributes:
         newest: newest committed checkpoint, or the one that the run was restored from.
@@ -90,6 +92,7 @@ class CheckpointManager:
         mirror: Mirror | None = None,
         mirror_wait_seconds: float = 0.0,
         definition: str | None = None,
+        task: BestBy | None = None,
     ) -> None:
         self._mirror, self._mirror_wait_seconds = mirror, mirror_wait_seconds
         self._config, self._saver, self._manifest = config, saver, manifest
@@ -100,6 +103,7 @@ class CheckpointManager:
         self.best_evaluation_loss: float | None = None
         self._definition = definition
         self._losses_of: str | None = None
+        self._task = None if task is None else _TaskRecord(task)
         self._evaluated_step: int | None = None
         self.newest: Path | None = None
         self._has_trained = False
@@ -116,6 +120,8 @@ class CheckpointManager:
         self.evaluation_loss, self.best_evaluation_loss = saved.evaluation_loss, saved.best_evaluation_loss
         self._losses_of = saved.losses_of
         self._evaluated_step = None if saved.evaluation_of_step is None else saved.step
+        if self._task is not None:
+            self._task.restore(saved)
         if self._definition not in (None, self._losses_of) and self.best_evaluation_loss is not None:
             log.info(
                 "the best loss so far, %.4f, is of other evaluation sets or of an earlier version: the next evaluation "
@@ -155,7 +161,7 @@ class CheckpointManager:
         if error is None or isinstance(error, DivergenceError):
             self._saver.close()
 
-    def maybe_save(self, state: TrainState, evaluation_loss: float | None) -> None:
+    def maybe_save(self, state: TrainState, scores: Scores | None) -> None:
         """Save if a save is due, and log a background save that has ended; call it after each step and its evaluation.
 
         Raises:
@@ -166,9 +172,9 @@ class CheckpointManager:
             self._log_saved(self._saver.poll())
         if self._mirror is not None:
             self._mirror.poll()
-        is_best = evaluation_loss is not None and self._record_evaluation(evaluation_loss, state.step)
-        if evaluation_loss is not None and state.step == self._unevaluated_step:
-            kind: str | None = _kind_at_end(state)  # save again: the first save of this step lacks this loss
+        is_best = scores is not None and self._record(scores, state.step)
+        if scores is not None and state.step == self._unevaluated_step:
+            kind: str | None = _kind_at_end(state)  # save again: the first save of this step lacks these scores
         else:
             kind = self._kind_due(state, is_best)
         if kind is not None:
@@ -213,6 +219,13 @@ class CheckpointManager:
             return "best"
         return "preempt" if self._preempt_interval.is_due(state) else None
 
+    def _record(self, scores: Scores, step: int) -> bool:
+        """Track the scores of an evaluation; return whether the checkpoint is the run's best."""
+        is_best = scores.loss is not None and self._record_evaluation(scores.loss, step)
+        if self._task is None:
+            return is_best
+        return scores.task is not None and self._task.record(scores.task, step)
+
     def _record_evaluation(self, loss: float, step: int) -> bool:
         """Track an evaluation loss; return whether it is the run's best."""
         if not math.isfinite(loss):
@@ -240,6 +253,8 @@ class CheckpointManager:
         states = {name: kept for name, stateful in self._states.items() if (kept := stateful.state_dict())}
         of_step = self.evaluation_loss if self._evaluated_step == progress.steps else None
         states[RUN_STATE] = self._manifest.state.get(RUN_STATE, {}) | {EVALUATION_OF_STEP: of_step}
+        if self._task is not None:
+            states[RUN_STATE] |= {BEST_BY: self._task.state_dict(progress.steps)}
         if self._losses_of is not None:
             states[EVALUATION_SETS_STATE] = states.get(EVALUATION_SETS_STATE, {}) | {LOSSES_OF: self._losses_of}
         return replace(
@@ -264,6 +279,42 @@ class CheckpointManager:
             self._observer.events.add("checkpoint", saved.step, kind=saved.kind, path=str(saved.path))
             if self._mirror is not None:
                 self._mirror.copy(saved.path)
+
+
+class _TaskRecord:
+    """The metric of a task that decides which checkpoint is best: of the newest evaluation, and the best so far."""
+
+    def __init__(self, task: BestBy) -> None:
+        self._task = task
+        self._step: int | None = None
+        self._value = self._best = math.nan
+
+    def restore(self, saved: Manifest) -> None:
+        """Restore what a checkpoint records, if the same metric of the same task decided there."""
+        kept = saved.best_by
+        if (kept.get("name"), kept.get("definition")) == (self._task.name, self._task.definition):
+            self._step, self._value = saved.step, _number(kept.get("value"))
+            self._best = _number(kept.get("best"))
+        elif saved.evaluation_loss is not None or kept:
+            log.info("%s decides now: the search for the best checkpoint begins again", self._task.name)
+
+    def record(self, value: float, step: int) -> bool:
+        """Track a value; return whether it is the best."""
+        self._step, self._value = step, value
+        if not math.isfinite(value) or self._task.cost(value) >= self._task.cost(self._best):
+            return False
+        self._best = value
+        return True
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return the record of a step's checkpoint, JSON-able."""
+        value = self._value if self._step == step else math.nan
+        found = {"value": value, "best": self._best}
+        return {**self._task._asdict(), **{name: None if math.isnan(each) else each for name, each in found.items()}}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _kind_at_end(state: TrainState) -> str:

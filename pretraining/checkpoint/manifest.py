@@ -36,7 +36,7 @@ from pretraining.config.variants import (
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import exists, is_file, lfs_pointer_hint, read_json, with_checksum
 from pretraining.optim.horizon import ANNEALING_FROM
-from pretraining.progress import PENDING_EVALUATION
+from pretraining.progress import PENDING_EVALUATION, PENDING_TASKS
 
 if TYPE_CHECKING:  # reading manifests needs no torch, whose import takes a second
     import torch
@@ -74,6 +74,8 @@ BRANCHES = "branches"
 """Key in this record: `Manifest.branches`."""
 AVERAGE = "average"
 """Key of what weights are an average of (`tools/average.py`): checkpoints, and facts about their runs."""
+BEST_BY = "best_by"
+"""Key in this record: `Manifest.best_by`."""
 EVALUATION_OF_STEP = "evaluation_loss"
 """Key in this record: `Manifest.evaluation_of_step`."""
 
@@ -147,11 +149,13 @@ class Manifest:
 
     @property
     def decided_by(self) -> tuple[str, ...]:
-        """Definition of the evaluation sets of `evaluation_loss`; losses of different definitions are not compared.
+        """Definition of what `cost_of_step` depends on; costs of different definitions are not compared.
 
         Earlier releases recorded none: only the sorted names of the sets, unless they were the held-out documents of
         all datasets.
         """
+        if self.best_by:
+            return str(self.best_by.get("name")), str(self.best_by.get("definition"))
         if self.losses_of is not None:
             return (self.losses_of,)
         kept = self._state_of(EVALUATION_STATE).get("decided_by")
@@ -199,6 +203,22 @@ class Manifest:
         return loss if isinstance(loss, int | float) else None
 
     @property
+    def best_by(self) -> dict[str, Any]:
+        """Metric of a task that decides which is best: `BestBy`, `value` and `best`; empty = the loss decides."""
+        kept = self._state_of(RUN_STATE).get(BEST_BY)
+        return kept if isinstance(kept, dict) else {}
+
+    @property
+    def cost_of_step(self) -> float | None:
+        """What is lowest in the best checkpoint, of these weights: the evaluation loss, or `BestBy.cost`."""
+        if not self.best_by:
+            return self.evaluation_of_step
+        value = self.best_by.get("value")
+        if not isinstance(value, int | float):
+            return None
+        return -value if self.best_by.get("larger_is_better") else value
+
+    @property
     def is_of_finished_run(self) -> bool:
         """Whether the run is done: its last step, and the evaluation of that step."""
         return self.kind == "final" and not self.has_pending_evaluation
@@ -206,7 +226,8 @@ class Manifest:
     @property
     def has_pending_evaluation(self) -> bool:
         """Whether an evaluation of these weights is due and not done."""
-        return bool(self._state_of(EVALUATION_STATE).get(PENDING_EVALUATION))
+        state = self._state_of(EVALUATION_STATE)
+        return bool(state.get(PENDING_EVALUATION) or state.get(PENDING_TASKS))
 
     def _state_of(self, name: str) -> dict[str, Any]:
         kept = self.state.get(name)

@@ -126,5 +126,5 @@ def _without_older_branches(
 
 def _is_saved_again(copy: Manifest, own: Checkpoint) -> bool:
     """Return whether another machine has saved a step again, after a rollback to it or after its evaluation."""
-    is_evaluated = own.evaluation_loss is None and copy.evaluation_of_step is not None
+    is_evaluated = own.cost is None and copy.cost_of_step is not None
     return copy.step == own.step and (number_of(copy) > number_of(own) or is_evaluated)

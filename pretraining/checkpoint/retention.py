@@ -69,14 +69,14 @@ def superseded(
 
 
 def best_of(saved: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the lowest evaluation loss on the current evaluation sets.
+    """Return the checkpoint with the lowest cost, as the newest evaluation counts it.
 
-    If losses are equal, the first checkpoint wins: it was saved when the loss was found.
+    If costs are equal, the first checkpoint wins: it was saved when the cost was found.
     """
-    evaluated = [each for each in saved if each.evaluation_loss is not None]
+    evaluated = [each for each in saved if each.cost is not None]
     newest = max(evaluated, key=lambda each: each.step, default=None)
     evaluated = [each for each in evaluated if newest is not None and each.decided_by == newest.decided_by]
-    return min(evaluated, key=lambda each: (each.evaluation_loss, each.step), default=None)
+    return min(evaluated, key=lambda each: (each.cost, each.step), default=None)
 
 
 def _saved_checkpoints(run: Path) -> list[Checkpoint]:

@@ -2,7 +2,7 @@
 
     <run>/checkpoints/step_1000_ckp/             committed: has a manifest, or is damaged
     <run>/checkpoints/step_1040_ckp.preempt/     committed; removed after a newer commit
-    <run>/checkpoints/best -> step_900_ckp       lowest evaluation loss
+    <run>/checkpoints/best -> step_900_ckp       lowest evaluation loss, or best by --best_by
     <run>/checkpoints/step_1100_ckp.1f9c.tmp/    being written, or left by an interrupted save
     <run>/checkpoints/<any other name>/          the user's; a checkpoint if it has a manifest; never removed
 
@@ -95,8 +95,8 @@ class Checkpoint:
         step: from the manifest or, if that is unreadable, from the name; -1 if neither has it.
         has_save_name: whether the name is that of its save; otherwise a user has copied or renamed the checkpoint.
         kind: None if the manifest is unreadable.
-        evaluation_loss: of these weights.
-        decided_by: definition of the evaluation sets of the loss; others are not compared with it.
+        cost: `Manifest.cost_of_step`, lowest in the best checkpoint.
+        decided_by: definition of what the cost depends on; others are not compared with it.
         skipped_in_a_row: skipped updates just before the checkpoint.
         branches: of the run, up to the checkpoint.
         is_here: whether the run's folder holds it, possibly damaged; else only the mirror does.
@@ -107,7 +107,7 @@ class Checkpoint:
     step: int
     has_save_name: bool = True
     kind: str | None = None
-    evaluation_loss: float | None = None
+    cost: float | None = None
     decided_by: tuple[str, ...] = ()
     skipped_in_a_row: int = 0
     branches: Branches = ()
@@ -172,8 +172,8 @@ def checkpoint_from(path: Path, manifest: Manifest) -> Checkpoint:
     """Return the checkpoint of a manifest; the path may be that of a copy in a store."""
     names = [checkpoint_name(style, manifest) for style in ("step", "tokens")]
     has_save_name = path.name in (*names, *(distinct_name(name, manifest.step) for name in names))
-    losses, branches = (manifest.evaluation_of_step, manifest.decided_by), manifest.branches
-    facts = (manifest.step, has_save_name, manifest.kind, *losses, manifest.skipped_in_a_row, branches)
+    cost, branches = (manifest.cost_of_step, manifest.decided_by), manifest.branches
+    facts = (manifest.step, has_save_name, manifest.kind, *cost, manifest.skipped_in_a_row, branches)
     return Checkpoint(path, *facts)
 
 

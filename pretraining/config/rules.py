@@ -79,6 +79,7 @@ class Rules:
 
 
 NO_EVALUATION_SET = {"held_out_fraction": is_off, "eval_datasets": is_off}
+NO_EVALUATION = {**NO_EVALUATION_SET, "eval_tasks": is_off}
 DROP_ONE = "leave one of them out"
 ROWS = (
     # length and schedule
@@ -119,21 +120,30 @@ ROWS = (
     Row({"ckpt_format": ["full"], "async_save": [True]}, f"full checkpoints cannot be saved async; {DROP_ONE}"),
     # evaluation
     *(
-        Row({name: is_on, **NO_EVALUATION_SET}, "give documents to evaluate on, with one of the last two")
+        Row({name: is_on, **NO_EVALUATION}, "give something to evaluate on, with one of the last three")
         for name in ("best_by", "early_stopping_evaluations", "eval_only", "sample_at_evaluations")
+    ),
+    Row(
+        {"early_stopping_evaluations": is_on, "eval_tasks": is_on, "best_by": is_off, **NO_EVALUATION_SET},
+        "give --best_by=<task>/<metric>, or documents to evaluate on",
+    ),
+    *(
+        Row({name: is_given, "eval_tasks": is_off}, "give tasks, with the last one")
+        for name in ("eval_tasks_path", "eval_tasks_interval", "eval_tasks_limit", "eval_tasks_shots")
     ),
     Row(
         {"held_out_fraction": is_on, "eval_only": [True], "data_path": is_off, "use_dummy_dataset": is_off},
         "held-out documents come from --data_path: give --data_path, or --held_out_fraction=0",
     ),
     Row(
-        {"early_stopping_evaluations": is_on, "eval_interval": is_off}, "the only evaluation is at the end; change one"
+        {"early_stopping_evaluations": is_on, "eval_interval": is_off, "eval_tasks_interval": is_off},
+        "the only evaluation is at the end; change one",
     ),
     *(
         Row({"sample_at_evaluations": [True], **without}, "no text can be generated; change one")
         for without in ({"tokenizer_path": is_off, "data_path": is_off}, {"sample_tokens": is_off})
     ),
-    Row({"dry_run": [True], "eval_only": [True]}, f"a dry run shows a training run; {DROP_ONE}"),
+    Row({"dry_run": [True], "eval_only": [True], "eval_tasks": is_off}, "a dry run shows a training run or tasks"),
     # guards and profiler
     Row({"max_rollbacks": is_on, "max_skipped_steps": is_off}, "no rollback would ever happen; change one"),
     *(
@@ -144,10 +154,10 @@ ROWS = (
 
 NO_EFFECT = "the first has no effect"
 _WITHOUT_RATIO = [name for name, entry in SCHEDULES.items() if "min_lr_ratio" not in entry.options]
-_CHANGED_EVALUATIONS = {
-    "eval_interval": lambda interval: interval not in (EvaluationConfig().eval_interval, Duration(0, "steps")),
-    "eval_batches": lambda batches: batches != EvaluationConfig().eval_batches,
+_CHANGED_INTERVAL = {
+    "eval_interval": lambda interval: interval not in (EvaluationConfig().eval_interval, Duration(0, "steps"))
 }
+_CHANGED_BATCHES = {"eval_batches": lambda batches: batches != EvaluationConfig().eval_batches}
 _CHANGED_RATIO = {"min_lr_ratio": lambda ratio: ratio != ScheduleConfig().min_lr_ratio}
 INEFFECTIVE = (
     Row({"use_dummy_dataset": [True], "data_path": is_on}, "tokens are generated, and no data is read"),
@@ -161,10 +171,8 @@ INEFFECTIVE = (
         {"muon_adam_weight_decay": is_on, "tie_word_embeddings": [True]},
         "no weight decay: a tied head counts as the embedding, which does not decay",
     ),
-    *(
-        Row({name: is_changed, **NO_EVALUATION_SET}, "there is nothing to evaluate")
-        for name, is_changed in _CHANGED_EVALUATIONS.items()
-    ),
+    Row({**_CHANGED_INTERVAL, **NO_EVALUATION}, "there is nothing to evaluate"),
+    Row({**_CHANGED_BATCHES, **NO_EVALUATION_SET}, "there is nothing to evaluate"),
     Row({"sample_prompt": is_on, "tokenizer_path": is_off, "data_path": is_off}, NO_EFFECT),
     Row({"sample_prompt": is_on, "sample_tokens": is_off}, NO_EFFECT),
 )
@@ -250,7 +258,7 @@ def _check_data(config: TrainConfig) -> Problems:
     if (
         data.data_path is None
         and not data.use_dummy_dataset
-        and not (evaluation.eval_only and evaluation.eval_datasets)
+        and not (evaluation.eval_only and (evaluation.eval_datasets or evaluation.eval_tasks))
     ):
         yield "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo"
     weights = data.weights

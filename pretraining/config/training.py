@@ -528,16 +528,34 @@ class EvaluationConfig:
         "global batches per evaluation of the held-out documents, and of each of eval_datasets; each set at most once. "
         "A run keeps the number of sequences of its first start",
     )
+    eval_tasks: tuple[str, ...] = setting(
+        (), "benchmark tasks, groups or tags of lm-eval (extra `tasks`) to evaluate on", silent_change=True
+    )
+    eval_tasks_path: str | None = setting(None, "folder with YAML files of more tasks", silent_change=True)
+    eval_tasks_interval: Duration | None = setting(
+        None,
+        "how often to evaluate on the tasks; 0 = only at the end; none = eval_interval",
+        silent_change=True,
+    )
+    eval_tasks_limit: PositiveInt | None = setting(
+        None, "questions per task, the first ones; none = all", silent_change=True
+    )
+    eval_tasks_shots: NonNegativeInt | None = setting(
+        None, "examples before each question, unless a task fixes 0; none = as the task says", silent_change=True
+    )
     extra_scores: tuple[str, ...] = setting(
         (),
         "user-defined scores for reports and evaluations: package.module:Class (docs/extending.md)",
         silent_change=True,
     )
     best_by: str | None = setting(
-        None, "evaluation set whose loss decides which checkpoint is best; none = the mean over all sets"
+        None,
+        "evaluation set whose loss decides which checkpoint is best, or <task>/<metric>; none = the mean over all sets",
     )
     early_stopping_evaluations: NonNegativeInt = setting(
-        0, "finish the run after this many evaluations in a row without a lower loss; 0 = never", silent_change=True
+        0,
+        "finish the run after this many evaluations in a row without a better value of best_by; 0 = never",
+        silent_change=True,
     )
     eval_only: bool = setting(
         False,

@@ -96,20 +96,23 @@ class Tokenizer:
         added = self.added_tokens
         return all(number < rows or token in added for token, number in self._ids().items())
 
-    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a text, without tokens around it; raise a DataError if the tokenizer fails.
+    def encode(self, text: str, *, special_tokens: bool = False, around: bool = False) -> list[int]:
+        """Return the token ids of a text; raise a DataError if the tokenizer fails.
 
         Args:
             special_tokens: whether names of special tokens in the text become their ids.
+            around: whether to add the tokens that the tokenizer puts around a text.
         """
-        return self.encode_batch([text], special_tokens=special_tokens)[0]
+        return self.encode_batch([text], special_tokens=special_tokens, around=around)[0]
 
-    def encode_batch(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], *, special_tokens: bool = False, around: bool = False
+    ) -> list[list[int]]:
         """Return the token ids of several texts, encoded on all cores (see `library_threads`), as `encode` does."""
         # How the library treats special tokens is an attribute of an instance.
         library = _parse(self.definition, special_tokens=True)[0] if special_tokens else self.library
         with _panics_as_errors():
-            return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=around)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, special tokens included. Invalid UTF-8 becomes U+FFFD."""

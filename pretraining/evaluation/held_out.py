@@ -30,11 +30,20 @@ from torch import Tensor, nn
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.evaluation.generation import TextSampler
+from pretraining.evaluation.tasks import NAME, Tasks
 from pretraining.observability.collector import sum_over_ranks
 from pretraining.observability.display import CUSTOM
 from pretraining.observability.metrics import Metrics
 from pretraining.observability.observer import Observer
-from pretraining.progress import PENDING_EVALUATION, Interval, TrainState
+from pretraining.progress import (
+    PENDING_EVALUATION,
+    PENDING_TASKS,
+    BestBy,
+    Duration,
+    Interval,
+    Scores,
+    TrainState,
+)
 
 
 @dataclass(frozen=True)
@@ -215,18 +224,26 @@ class EarlyStopping:
 
     Attributes:
         limit: evaluations in a row that stop the run; 0 = never.
-        definition: of the evaluation sets of the loss (`definition_of`). A resume with another one resets the counter.
-        best_loss: lowest loss so far.
+        definition: of the evaluation sets of the loss (`definition_of`), or of `task`. A resume with another one resets
+            the counter.
+        best_loss: lowest loss so far, or lowest `BestBy.cost`.
         in_a_row: evaluations since the lowest loss.
+        task: metric that decides in place of the loss; None = the loss does.
     """
 
     limit: int = 0
     definition: str | None = None
     best_loss: float | None = None
     in_a_row: int = 0
+    task: BestBy | None = None
 
-    def count_evaluation(self, loss: float, state: TrainState) -> None:
-        """Count an evaluation, and stop the run at the limit; the same on every rank."""
+    def count_evaluation(self, found: Scores, state: TrainState) -> None:
+        """Count an evaluation that decides, and stop the run at the limit; the same on every rank."""
+        loss = found.loss
+        if self.task is not None:
+            loss = None if found.task is None else self.task.cost(found.task)
+        if loss is None:
+            return
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             self.best_loss, self.in_a_row = loss, 0
         else:
@@ -237,6 +254,9 @@ class EarlyStopping:
         """Stop the run if the limit is reached, possibly in an earlier invocation."""
         if 0 < self.limit <= self.in_a_row:
             wanted = "finite loss" if self.best_loss is None else f"loss below {self.best_loss:.4f}"
+            if self.task is not None:
+                best = "" if self.best_loss is None else f" than {self.task.cost(self.best_loss):.4f}"
+                wanted = f"better {self.task.name}{best}"
             where = "the last evaluation" if self.in_a_row == 1 else f"{self.in_a_row} evaluations in a row"
             state.end_early(f"no {wanted} in {where}, --early_stopping_evaluations={self.limit}")
 
@@ -257,13 +277,13 @@ class Evaluator:
     """Evaluator on an interval and at the end of the run.
 
     Attributes:
-        model, sources, device, should_stop, metrics, byte_lengths_V: as in `evaluate`; without sources, there is no
-            evaluation.
+        model, sources, device, should_stop, metrics, byte_lengths_V: as in `evaluate`.
         interval: evaluation interval; the run's last step is always evaluated.
+        tasks: benchmark tasks, with an interval of their own; None = none.
         best_by: set whose loss decides which checkpoint is best; None = the mean.
         sampler: generates text after each evaluation except the run's last; None = no text.
         evaluation_mode: returns a context that gives the model the weights to evaluate.
-        pending: whether an evaluation of the current weights is due and not done.
+        pending, tasks_pending: whether an evaluation of the current weights is due and not done.
     """
 
     model: nn.Module
@@ -279,18 +299,35 @@ class Evaluator:
     sampler: TextSampler | None = None
     evaluation_mode: Callable[[], AbstractContextManager[None]] = nullcontext
     pending: bool = False
+    tasks: Tasks | None = None
+    tasks_interval: Interval = field(default_factory=lambda: Interval(Duration(0, "steps"), None))
+    tasks_pending: bool = False
 
-    def maybe_run(self, state: TrainState) -> float | None:
-        """Evaluate if an evaluation is due or pending; return the deciding loss, in nats per token."""
-        if not self.sources or not (self.pending or state.finished or self.interval.is_due(state)):
-            return None
-        self.pending = True
-        if state.preempted:
-            return None
-        with self.evaluation_mode():
-            return self._run(state)
+    def maybe_run(self, state: TrainState) -> Scores | None:
+        """Evaluate if an evaluation is due or pending, first on the sets, then on the tasks; None = nothing was."""
+        if self.sources and (state.finished or self.interval.is_due(state)):
+            self.pending = True
+        if self.tasks is not None and (state.finished or self.tasks_interval.is_due(state)):
+            self.tasks_pending = True
+        return self.run_pending(state)
 
-    def _run(self, state: TrainState) -> float | None:
+    def run_pending(self, state: TrainState) -> Scores | None:
+        """Do the evaluations that are pending, until a stop is requested; None = nothing was evaluated."""
+        found = Scores(None)
+        with self.evaluation_mode() if self.pending or self.tasks_pending else nullcontext():
+            if self.pending and not state.preempted:
+                found = found._replace(loss=self._evaluate_sets(state))
+            if self.tasks_pending and not state.preempted:
+                found = found._replace(task=self._evaluate_tasks(state))
+            if found == Scores(None):
+                return None
+            self.early_stopping.count_evaluation(found, state)  # may finish the run, whose end generates the last text
+            if self.sampler is not None and not state.finished:
+                with self.observer.stopwatch.measure("evaluation"):
+                    self.sampler.show(self.model, self.device, state.step, self.observer.events)
+        return found
+
+    def _evaluate_sets(self, state: TrainState) -> float | None:
         with self.observer.stopwatch.measure("evaluation"):
             model, sources, device = self.model, self.sources, self.device
             found = evaluate(model, sources, device, self.should_stop, self.metrics, self.byte_lengths_V)
@@ -298,18 +335,27 @@ class Evaluator:
             return None
         self.pending = False
         self.observer.after_evaluation(state.progress, found.values(), found.lines())
-        loss = found.numbers(self.best_by)["loss"]
-        self.early_stopping.count_evaluation(loss, state)  # may finish the run, whose end generates the last text
-        if self.sampler is not None and not state.finished:
-            with self.observer.stopwatch.measure("evaluation"):
-                self.sampler.show(self.model, self.device, state.step, self.observer.events)
-        return loss
+        return found.numbers(self.best_by)["loss"]
+
+    def _evaluate_tasks(self, state: TrainState) -> float | None:
+        """Return the metric that decides, NaN if it is no number; None after a stop request."""
+        assert self.tasks is not None
+        with self.observer.stopwatch.measure("evaluation"):
+            found = self.tasks.evaluate(self.model, self.should_stop)
+        if found is None:
+            return None
+        self.tasks_pending = False
+        self.observer.after_evaluation(state.progress, found.values, found.lines)
+        task = self.early_stopping.task
+        return math.nan if task is None else found.values.get(NAME + task.name, math.nan)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        return {PENDING_EVALUATION: self.pending, **self.early_stopping.state_dict()}
+        of_tasks = {PENDING_TASKS: True} if self.tasks_pending else {}
+        return {PENDING_EVALUATION: self.pending, **of_tasks, **self.early_stopping.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state."""
         self.pending = bool(self.sources) and bool(state[PENDING_EVALUATION])
+        self.tasks_pending = self.tasks is not None and bool(state.get(PENDING_TASKS))
         self.early_stopping.load_state_dict(state)

@@ -97,8 +97,10 @@ class Observer:
         for line in lines:
             log.info("step %d  %s", progress.steps, line)
         tracked = self._track(progress, values)
-        losses = {name: value for name, value in tracked.items() if name.startswith("evaluation_loss")}
-        self.events.add("evaluation", progress.steps, **losses)
+        shown = ("evaluation_loss", "evaluation_task/")
+        self.events.add(
+            "evaluation", progress.steps, **{name: tracked[name] for name in tracked if name.startswith(shown)}
+        )
 
     def _report(self, state: TrainState, outcome: StepOutcome) -> None:
         found, span = self.collector.report(outcome)

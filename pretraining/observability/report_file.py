@@ -167,6 +167,12 @@ def is_evaluation(report: Mapping[str, Any]) -> bool:
     return "loss" not in report
 
 
+def number_in_step(report: Mapping[str, Any]) -> int:
+    """Return the place of a line among those of its step: 0 = report, 1 = evaluation on sets, 2 = on tasks."""
+    is_of_tasks = any(name.startswith("evaluation_task/") for name in report)
+    return 2 if is_of_tasks else int(is_evaluation(report))
+
+
 def number_of(value: Any) -> float:
     """Return a JSON number as a float; NaN for other values and for numbers that are too large."""
     try:

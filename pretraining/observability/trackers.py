@@ -16,7 +16,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ from pretraining.observability.report_file import (
     LineFile,
     Sink,
     describe_failure,
-    is_evaluation,
+    number_in_step,
     read_lines,
 )
 
@@ -59,6 +59,7 @@ class TrackedRun:
         folder: folder for the tracker's files.
         restored_step: step from which the run resumes; 0 for a new run.
         repeats_evaluation: whether the run resumes before the evaluation of this step.
+        repeats_tasks: whether it resumes before the evaluation of this step on tasks, which comes last.
         run_id: `--tracker_run_id`, or the tracker's `run_id` at the last start; None for a new run.
         given: `name` and `project` if a flag gives them, else the tracker's `places` at the last start. A service's own
             environment and settings come before the defaults of this class.
@@ -71,6 +72,7 @@ class TrackedRun:
     run_id: str | None = None
     project: str = DEFAULT_PROJECT
     repeats_evaluation: bool = False
+    repeats_tasks: bool = False
     given: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -99,7 +101,8 @@ class JsonLines(LineFile):
         run.folder.mkdir(parents=True, exist_ok=True)
         path = run.folder / METRICS_FILE
         if exists(path):
-            _drop_lines_after(path, run.restored_step, drops_evaluation=run.repeats_evaluation)
+            kept = 0 if run.repeats_evaluation else 1 if run.repeats_tasks else 2
+            _drop_lines_after(path, (run.restored_step, kept))
         super().__init__(path)
 
 
@@ -207,13 +210,13 @@ class Trackers:
 
 
 def open_trackers(
-    config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any], *, repeats_evaluation: bool = False
+    config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any], repeats: Sequence[str] = ()
 ) -> Trackers:
     """Open metrics.jsonl in the run's folder, if there is one, and start the trackers of the settings.
 
     Args:
         run_ids: `Trackers.state_dict` of the restored checkpoint.
-        repeats_evaluation: as in `TrackedRun`.
+        repeats: which of `repeats_evaluation` and `repeats_tasks` of `TrackedRun` are true.
 
     Raises:
         ConfigError: a file is not writable, or a tracker or its package is missing.
@@ -229,7 +232,8 @@ def open_trackers(
         name=report.tracker_run_name or run.name or run.resolve().name,
         folder=folder,
         restored_step=restored_step,
-        repeats_evaluation=repeats_evaluation,
+        repeats_evaluation="repeats_evaluation" in repeats,
+        repeats_tasks="repeats_tasks" in repeats,
     )
     trackers = Trackers(ids={name: run_id for name, run_id in run_ids.items() if isinstance(run_id, str)})
     try:
@@ -297,15 +301,13 @@ def plain_settings(config: TrainConfig) -> dict[str, float | str]:
     }
 
 
-def _drop_lines_after(path: Path, step: int, *, drops_evaluation: bool) -> None:
-    """Drop reports of later steps and damaged lines; log the number of damaged lines.
+def _drop_lines_after(path: Path, last: tuple[int, int]) -> None:
+    """Drop reports after a step and a number in it, and damaged lines; log the number of damaged lines.
 
-    Args:
-        drops_evaluation: whether to drop the evaluation of the step itself, too.
+    Within a step, 0 is the report, 1 the evaluation on sets, 2 that on tasks.
     """
     notes: list[str] = []
-    last = (step, not drops_evaluation)
-    kept = [each for each in read_lines(path, notes) if (each["step"], is_evaluation(each)) <= last]
+    kept = [each for each in read_lines(path, notes) if (each["step"], number_in_step(each)) <= last]
     write_atomic(path, "".join(json.dumps(report) + "\n" for report in kept))
     for note in notes:
         log.warning("%s", note)

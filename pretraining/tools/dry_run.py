@@ -29,6 +29,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.evaluation.generation import read_prompt
+from pretraining.evaluation.tasks import open_tasks
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
@@ -78,7 +79,9 @@ def dry_run(
         if config.checkpoint.ckpt_save_path is not None:
             on_rank_zero(lambda: _check_folder(config, start))
         data = open_data(config, processes, folder)
-        plan = plan_run(config, processes, check_and_build_dims(config, processes), data, start, threads=threads)
+        dims = check_and_build_dims(config, processes)
+        tasks = open_tasks(config, processes, dims, config.data.seq_length)
+        plan = plan_run(config, processes, dims, data, start, threads=threads, tasks=tasks)
         on_rank_zero(lambda: check_trackers(config))
         log_plan(plan)
         on_every_rank(requests.raise_if_signalled)

@@ -1,6 +1,6 @@
-"""Evaluation of a checkpoint or a Hugging Face folder on the evaluation sets (`--eval_only`). Nothing is written.
+"""Evaluation of a checkpoint or a Hugging Face folder, on sets and tasks (`--eval_only`). Nothing is written.
 
-sharded model, the same batches as evaluations in training -> CheckpointEvaluation -> lines, a JSON object
+sharded model, the same batches and tasks as evaluations in training -> CheckpointEvaluation -> lines, a JSON object
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.evaluation.held_out import Evaluation, evaluate
+from pretraining.evaluation.tasks import Results, load_harness, open_tasks
 from pretraining.files import from_hub
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
@@ -37,25 +38,39 @@ from pretraining.train.run import join_job
 
 @dataclass(frozen=True)
 class CheckpointEvaluation:
-    """Scores of a checkpoint on the evaluation sets."""
+    """Scores of a checkpoint on the evaluation sets and tasks; None = there are none."""
 
     checkpoint: Path
     step: int
-    evaluation: Evaluation
+    evaluation: Evaluation | None
+    tasks: Results | None
+
+    def lines(self) -> list[str]:
+        """Return the lines of an evaluation in training."""
+        of_sets = [] if self.evaluation is None else self.evaluation.lines()
+        return [*of_sets, *([] if self.tasks is None else self.tasks.lines)]
 
     def as_json(self) -> dict[str, object]:
-        """Return the mean scores, and under `sets` the scores per set, as a JSON object."""
-        found = self.evaluation
-        sets = {name: {"tokens": found.tokens(name), **_null_if_not_finite(found.numbers(name))} for name in found.sets}
-        mean = _null_if_not_finite({f"evaluation_{name}": value for name, value in found.numbers().items()})
-        return {"checkpoint": str(self.checkpoint), "step": self.step, **mean, "sets": sets}
+        """Return the mean scores and those of tasks, and under `sets` the scores per set, as a JSON object."""
+        mean: dict[str, float | None] = {}
+        sets: dict[str, object] = {}
+        if (found := self.evaluation) is not None:
+            for name in found.sets:
+                sets[name] = {"tokens": found.tokens(name), **_null_if_not_finite(found.numbers(name))}
+            mean = _null_if_not_finite({f"evaluation_{name}": value for name, value in found.numbers().items()})
+        of_tasks = {} if self.tasks is None else self.tasks.values
+        return {"checkpoint": str(self.checkpoint), "step": self.step, **mean, **of_tasks, "sets": sets}
 
 
 def evaluate_and_print(config: TrainConfig, layout: ProcessLayout, requests: StopRequests) -> None:
     """Evaluate a checkpoint, and print the lines of an evaluation in training, and a JSON object on one line."""
+    if config.run.dry_run:
+        if layout.rank == 0:
+            print_text("\n".join(load_harness(config.evaluation).describe()))
+        return
     evaluated = evaluate_checkpoint(config, layout, requests)
     if layout.rank == 0:
-        for line in evaluated.evaluation.lines():
+        for line in evaluated.lines():
             print_text(line)
         print(json.dumps(evaluated.as_json()), flush=True)
 
@@ -98,7 +113,8 @@ def _evaluate(
     record, order = recorded_evaluation(manifest), order_version(trained) if trained else ORDER_VERSION
     if config.evaluation.eval_batches != newest.config.evaluation.eval_batches:
         record = replace(record, sequences=None)  # another number of batches is asked for
-    sources, _ = open_evaluation_sources(config, data, batch, processes, dims, record, order)
+    tasks = open_tasks(config, processes, dims, newest.config.data.seq_length if trained else 0)
+    sources, _ = open_evaluation_sources(config, data, batch, processes, dims, record, order, tasks)
     model = build_model(shape, config, dims, device)
     start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)
@@ -114,10 +130,11 @@ def _evaluate(
         processes.activity.end_step(start.step)  # setup is done: `hang_timeout` applies from here on
         processes.activity.turn_to("evaluation")
         metrics = on_every_rank(lambda: Metrics(config.evaluation.extra_scores, hook, model.module))
-        found = evaluate(model.module, sources, device, should_stop, metrics, table_V)
-    if found is None:
+        found = evaluate(model.module, sources, device, should_stop, metrics, table_V) if sources else None
+        scores = None if tasks is None or stop else tasks.evaluate(model.module, should_stop)
+    if stop:
         raise preemption_error(stop, f"in an evaluation ({stop_reason(stop)}): nothing was written.")
-    return CheckpointEvaluation(start.path, start.manifest.step, found)
+    return CheckpointEvaluation(start.path, start.manifest.step, found, scores)
 
 
 def _evaluated_path(config: CheckpointConfig) -> Path:

@@ -177,14 +177,14 @@ def _loss_plot(runs: Sequence[RunRecord]) -> Plot:
 
 
 def _custom_plots(runs: Sequence[RunRecord]) -> list[Plot]:
-    """Return a plot per custom metric, of training and evaluations."""
+    """Return a plot per custom metric, of training and evaluations, and per benchmark task."""
     names = dict.fromkeys(
         match[1]
         for run in runs
         for name in (*run.training, *run.evaluations)
-        if (match := re.match(r"(?:evaluation_)?(custom/[^/]*)", name))
+        if (match := re.match(r"(?:evaluation_)?((?:custom|task)/[^/]*)", name))
     )
-    return [Plot(name.partition("/")[2], "", rf"(evaluation_)?{re.escape(name)}(/.*)?") for name in names]
+    return [Plot(name.partition("/")[2], "", rf"(evaluation_)?{re.escape(name)}(/(?!.*_stderr).*)?") for name in names]
 
 
 def _figure(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str]) -> str:

@@ -45,7 +45,7 @@ from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import DamagedError
 from pretraining.evaluation.generation import TextSampler
-from pretraining.evaluation.held_out import EarlyStopping, Evaluator, definition_of
+from pretraining.evaluation.held_out import EarlyStopping, Evaluator
 from pretraining.files import writing_into
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
@@ -68,7 +68,7 @@ from pretraining.optim.state import (
     has_tensors,
     materialise_state,
 )
-from pretraining.progress import Interval
+from pretraining.progress import PENDING_EVALUATION, PENDING_TASKS, Interval
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.messages import changed_settings, log_plan
@@ -280,11 +280,13 @@ def _build_context(
 def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, events: Events) -> Observer:
     # A resumed run keeps its tracker ids. A run that starts from another run's checkpoint gets new ones.
     own = plan.restored.manifest if plan.restored is not None and plan.restored.is_own else None
-    run_ids, pending = (own.state.get(TRACKERS_STATE, {}), own.has_pending_evaluation) if own else ({}, False)
+    run_ids = own.state.get(TRACKERS_STATE, {}) if own else {}
+    names = {"repeats_evaluation": PENDING_EVALUATION, "repeats_tasks": PENDING_TASKS}
+    repeats = [name for name, key in names.items() if own and own.state.get(EVALUATION_STATE, {}).get(key)]
     config, processes, state = plan.config, plan.processes, plan.state
 
     def open_all() -> Trackers:
-        return open_trackers(config, state.step, run_ids, repeats_evaluation=pending)
+        return open_trackers(config, state.step, run_ids, repeats)
 
     display, shows_step_time = Display(), config.data.use_dummy_dataset
     if processes.is_main:
@@ -313,9 +315,16 @@ def _build_evaluator(
         interval=Interval(evaluation.eval_interval, plan.training_tokens),
         observer=observer,
         should_stop=should_stop,
-        best_by=evaluation.best_by,
+        tasks=plan.tasks,
+        tasks_interval=Interval(
+            evaluation.eval_interval if evaluation.eval_tasks_interval is None else evaluation.eval_tasks_interval,
+            plan.training_tokens,
+        ),
+        best_by=plan.best_set,
         early_stopping=EarlyStopping(
-            evaluation.early_stopping_evaluations, definition_of(plan.sources, evaluation.best_by)
+            evaluation.early_stopping_evaluations,
+            plan.best_definition if plan.best_task is None else plan.best_task.definition,
+            task=plan.best_task,
         ),
         byte_lengths_V=table_V,
         metrics=context.collector.metrics,
@@ -354,7 +363,8 @@ def _build_checkpoints(
         plan.training_tokens,
         mirror,
         mirror_wait_seconds=MIRROR_WAIT_SHARE * (config.guard.hang_timeout.amount or MIRROR_WAIT_SECONDS),
-        definition=definition_of(plan.sources, config.evaluation.best_by),
+        definition=plan.best_definition,
+        task=plan.best_task,
     )
     if plan.restored is not None:
         checkpoints.restore(plan.restored)

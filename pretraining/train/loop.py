@@ -63,14 +63,14 @@ def train_loop(run: Run) -> None:
             state.advance(earlier_seconds + agreed.seconds, agreed.stop)
             run.observer.after_step(state, outcome)
             run.guards.after_step(state, outcome)
-            evaluation_loss = run.evaluator.maybe_run(state)
-            run.checkpoints.maybe_save(state, evaluation_loss)
+            scores = run.evaluator.maybe_run(state)
+            run.checkpoints.maybe_save(state, scores)
             run.garbage.after_step(state)
             run.profiler.after_step(state)
         run.checkpoints.finish(state)
 
 
 def _finish_pending_evaluation(run: Run) -> None:
-    """Run the evaluation that the previous start stopped before."""
-    if run.evaluator.pending and (evaluation_loss := run.evaluator.maybe_run(run.state)) is not None:
-        run.checkpoints.maybe_save(run.state, evaluation_loss)
+    """Run the evaluations that the previous start stopped before."""
+    if (scores := run.evaluator.run_pending(run.state)) is not None:
+        run.checkpoints.maybe_save(run.state, scores)

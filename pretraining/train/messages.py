@@ -61,6 +61,7 @@ def log_plan(plan: Plan) -> None:
         "blocks": [compiled] if config.parallel.use_torch_compile else [],
         "data": [_describe_data(plan), *describe_passes(*reads)],
         "batch": [f"{plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each{shared}"],
+        "tasks": [] if plan.tasks is None or plan.tasks.harness is None else plan.tasks.harness.describe(),
         "length": [f"{count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}"],
         "optimizer": [_describe_optimizer(config.optimizer, plan.shape)],
         "schedule": [describe_schedule(config.schedule, plan.learning_rate.horizon)],

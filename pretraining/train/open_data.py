@@ -36,6 +36,7 @@ from pretraining.distributed.dims import Dims
 from pretraining.distributed.processes import Processes, gather_from_every_rank, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError, DataError, PretrainError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
+from pretraining.evaluation.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ def open_evaluation_sources(
     dims: Dims,
     record: EvaluationRecord,
     order: int,
+    tasks: Tasks | None = None,
 ) -> tuple[list[EvaluationSource], EvaluationRecord]:
     """Open the evaluation sets: the held-out documents of all datasets, and each folder of `--eval_datasets`.
 
@@ -119,7 +121,8 @@ def open_evaluation_sources(
 
     Raises:
         DataError: a set has too few tokens for one sample.
-        ConfigError: `--best_by` names no set, or a set that gets no sequence of `eval_batches`.
+        ConfigError: `--best_by` names no set and no metric of the tasks, or a set that gets no sequence of
+            `eval_batches`.
     """
     asked = config.evaluation.eval_batches * batch.global_batch_size
     sequences = asked if record.sequences is None else record.sequences
@@ -148,7 +151,7 @@ def open_evaluation_sources(
         )
         shares = tuple(kept[each.name] for each in sets.values())
         sources.append(EvaluationSource(tuple(sets), _batch_opener(loader, processes), shares, definitions))
-    _check_best_by(config, counts)
+    _check_best_by(config, counts, tasks)
     for name in (name for name, count in counts.items() if count == 0):
         log.info(
             "evaluation set %s gets none of the %d sequences of an evaluation, so it has no scores", name, sequences
@@ -173,13 +176,18 @@ def _other_content(contents: dict[str, str], name: str, samples: Samples) -> dic
     return {"content": samples.content}
 
 
-def _check_best_by(config: TrainConfig, counts: dict[str, int]) -> None:
+def _check_best_by(config: TrainConfig, counts: dict[str, int], tasks: Tasks | None) -> None:
     best_by = config.evaluation.best_by
-    if best_by is not None and not counts.get(best_by):
+    if best_by is None or counts.get(best_by):
+        return
+    if best_by in counts or tasks is None:
         raise ConfigError(
             f"--best_by={best_by} gets no sequence of --eval_batches={config.evaluation.eval_batches} batches; the "
             f"evaluation sets are {', '.join(counts)}"
         )
+    if tasks.best_by(best_by) is None:
+        there = [*counts, *tasks.rehearsal.directions]
+        raise ConfigError(f"--best_by={best_by} is no evaluation set and no metric of a task: {', '.join(there)}")
 
 
 def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> torch.Tensor | None:

@@ -33,7 +33,8 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, on_every_rank
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError, DamagedError
-from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
+from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource, definition_of
+from pretraining.evaluation.tasks import Tasks
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import Attention
 from pretraining.model.kernels import has_kernel_for_documents
@@ -41,7 +42,7 @@ from pretraining.model.llama import block_class
 from pretraining.observability.metrics import Metrics
 from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
-from pretraining.progress import DefaultDuration, Progress, TokenSchedule, TrainState
+from pretraining.progress import BestBy, DefaultDuration, Progress, TokenSchedule, TrainState
 from pretraining.train.memory_check import check_memory
 from pretraining.train.open_data import OpenedData, open_evaluation_sources
 
@@ -77,6 +78,7 @@ class Plan:
         token_schedule: tokens per step, including the steps before the start point.
         sources: evaluation sets.
         evaluation: what checkpoints record of the evaluation sets.
+        tasks: benchmark tasks to evaluate on; None = none.
     """
 
     config: TrainConfig
@@ -94,6 +96,25 @@ class Plan:
     sources: list[EvaluationSource]
     evaluation: EvaluationRecord
     state: TrainState
+    tasks: Tasks | None = None
+
+    @property
+    def best_task(self) -> BestBy | None:
+        """Metric of a task that decides which checkpoint is best; None = the loss does, if anything."""
+        name = self.config.evaluation.best_by
+        if name is None or self.tasks is None or any(name in source.sets for source in self.sources):
+            return None
+        return self.tasks.best_by(name)
+
+    @property
+    def best_set(self) -> str | None:
+        """Evaluation set whose loss counts; None = the mean over all sets."""
+        return None if self.best_task is not None else self.config.evaluation.best_by
+
+    @property
+    def best_definition(self) -> str | None:
+        """Definition of the evaluation sets whose loss counts."""
+        return definition_of(self.sources, self.best_set)
 
     @property
     def restored(self) -> CheckpointRef | None:
@@ -119,6 +140,7 @@ def plan_run(
     start: CheckpointRef | None,
     rollback: Rollback | None = None,
     threads: CpuThreads | None = None,
+    tasks: Tasks | None = None,
 ) -> Plan:
     """Plan a run from its start point; a collective call.
 
@@ -126,6 +148,7 @@ def plan_run(
         config: fully resolved settings.
         rollback: as in `Plan`.
         threads: as in `restore_cpu_threads`.
+        tasks: as in `Plan`.
 
     Raises:
         DamagedError: the start point has no readable position in the data.
@@ -150,7 +173,7 @@ def plan_run(
     if rollback is not None:
         loader.skip(rollback.skipped)
     record, order = recorded_evaluation(saved), loader.order_version
-    sources, record = open_evaluation_sources(config, opened, batch, processes, dims, record, order)
+    sources, record = open_evaluation_sources(config, opened, batch, processes, dims, record, order, tasks)
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )
@@ -179,6 +202,7 @@ def plan_run(
         loader=loader,
         sources=sources,
         evaluation=record,
+        tasks=tasks,
         state=_initial_state(config, token_schedule, training_tokens, saved, rollback),
     )
 

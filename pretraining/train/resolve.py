@@ -114,6 +114,16 @@ def _tokenizer_of_weights(start: CheckpointRef) -> KnownTokenizer | None:
     return KnownTokenizer(f"that of the weights in {start.path}", path, tokenizer.sha256, tokenizer, remedy)
 
 
+def _tokenizer_of_tasks(start: CheckpointRef | None) -> str:
+    """Return the path of the tokenizer of the weights; raise a ConfigError if it is unknown."""
+    known = None if start is None else _tokenizer_of_weights(start)
+    if known is None:
+        raise ConfigError(
+            "--eval_tasks needs a tokenizer, and neither data nor weights have one: give --tokenizer_path"
+        )
+    return str(known.path)
+
+
 def _check_and_log_changes(start: CheckpointRef, shape: LlamaShape, tokenizer_path: str | None) -> None:
     """Log what a run changes in the model of the weights it starts from; refuse to drop rows of known tokens."""
     from pretraining.data.tokenizer import load_tokenizer
@@ -151,6 +161,8 @@ def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTr
         DataError: the tokenizer or a prepare.json cannot be read.
     """
     with_data = replace(config, data=_adopt_data(config, start))
+    if config.evaluation.eval_tasks and with_data.data.tokenizer_path is None:
+        with_data = replace(with_data, data=replace(with_data.data, tokenizer_path=_tokenizer_of_tasks(start)))
     adopted = replace(with_data, model=_adopt_model(with_data, start))
     check_config(adopted)
     if adopted.data.tokenizer_path is None and adopted.evaluation.sample_at_evaluations:

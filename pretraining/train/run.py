@@ -50,6 +50,7 @@ from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError, DamagedError, DivergenceError, Interrupted, Preempted
 from pretraining.evaluation.generation import TextSampler, open_sampler
+from pretraining.evaluation.tasks import open_tasks
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import name_user
@@ -148,6 +149,7 @@ def train(
             )
             sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
             dims = check_and_build_dims(config, processes)
+            tasks = open_tasks(config, processes, dims, config.data.seq_length)
             on_every_rank(requests.raise_if_signalled)
             begin(status, config, start)
             on_every_rank(requests.raise_if_pending)
@@ -157,7 +159,7 @@ def train(
                     record_environment(Path(path), 0 if start is None else start.step, layout.launcher, processes)
 
                 def build(start: CheckpointRef | None, rollback: Rollback | None) -> Run:
-                    plan = plan_run(config, processes, dims, data, start, rollback, threads)
+                    plan = plan_run(config, processes, dims, data, start, rollback, threads, tasks)
                     return build_run(plan, requests, status, lease, hook, sampler)
 
                 run = train_with_rollbacks(build, config, status, start)

@@ -51,6 +51,7 @@ from pretraining.launch.layout import ProcessLayout, free_port
 from pretraining.model.init import initialize_parameters
 from pretraining.optim.registry import build_optimizer
 from pretraining.optim.state import materialise_state
+from pretraining.progress import Scores, TrainState
 from pretraining.train.build import build_model
 from pretraining.train.loop import train_loop
 from scripts.benchmark.common import (
@@ -279,10 +280,10 @@ def _blocked_seconds(folder: Path, config: TrainConfig, processes: Processes, as
         run = start_run(replace(config, checkpoint=checkpoint, run=length), processes)
         maybe_save = run.checkpoints.maybe_save
 
-        def timed(state: Any, evaluation_loss: float | None) -> None:
+        def timed(state: TrainState, scores: Scores | None) -> None:
             synchronize()
             began = time.perf_counter()
-            maybe_save(state, evaluation_loss)
+            maybe_save(state, scores)
             waited.append(time.perf_counter() - began)
 
         run.checkpoints.maybe_save = timed  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ from pretraining.errors import CheckpointError
 from pretraining.observability.events import Events
 from pretraining.observability.throughput import Stopwatch
 from pretraining.optim.optimizer import update
-from pretraining.progress import Duration, Interval, Progress, TrainState
+from pretraining.progress import Duration, Interval, Progress, Scores, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -91,7 +91,7 @@ class Run:
         self.state.advance(0.0)
         for parameter in self.parameters.values():
             parameter.data.fill_(self.state.step)
-        self.manager.maybe_save(self.state, loss)
+        self.manager.maybe_save(self.state, None if loss is None else Scores(loss))
 
     def steps(self, count: int) -> None:
         self.state.stop_step = self.state.step + count
@@ -175,7 +175,7 @@ def test_a_signal_or_a_pending_evaluation_changes_no_kind(tmp_path: Path, settin
     second = Run(tmp_path, settings, own=CheckpointRef(path, read_document(path)))
     second.state.progress = second.state.before = first.state.progress
     with second.training():
-        second.manager.maybe_save(second.state, 2.0)  # as in the loop, before the first step
+        second.manager.maybe_save(second.state, Scores(2.0))  # as in the loop, before the first step
         found = second.manifest("step_2_ckp")
         assert (found.kind, found.evaluation_loss) == ("interval", 2.0) and second.best == "step_2_ckp"
         for loss in (None, 1.0):

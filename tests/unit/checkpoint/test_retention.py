@@ -16,7 +16,7 @@ from pretraining.checkpoint.writer import plan_save, save_checkpoint
 
 
 def record(step: int, kind: str = "interval", loss: float | None = None) -> Checkpoint:
-    return Checkpoint(Path(f"{step}{kind}"), step, kind=kind, evaluation_loss=loss)
+    return Checkpoint(Path(f"{step}{kind}"), step, kind=kind, cost=loss)
 
 
 def test_the_best_is_the_first_with_the_lowest_loss_on_the_sets_that_decide_now() -> None:

@@ -164,8 +164,8 @@ class TwoMachines:
         if machine == self.trains and self._mirror is not None and self._is_copied and own:
             # A real rollback saves its target with the same loss; here it gets another one, after the best was fetched.
             usable = [each for each in own if each.is_here or not self._has_rolled_back]
-            losses = [each.evaluation_loss for each in usable if each.evaluation_loss is not None]
-            assert checkpoint_at(best.resolve()).evaluation_loss == min(losses)
+            losses = [each.cost for each in usable if each.cost is not None]
+            assert checkpoint_at(best.resolve()).cost == min(losses)
 
     def _config(self, machine: str) -> CheckpointConfig:
         mirror = f"file://{self._root / 'store'}"

@@ -25,7 +25,7 @@ from pretraining.model.loss import HeadLoss
 from pretraining.observability.events import Events
 from pretraining.observability.metrics import Metrics
 from pretraining.observability.throughput import Stopwatch
-from pretraining.progress import Duration, Interval, Progress, TrainState
+from pretraining.progress import Duration, Interval, Progress, Scores, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -149,8 +149,8 @@ def test_an_evaluation_that_is_broken_off_is_pending_and_done_once_by_the_next_s
     resumed = evaluator_with([], reports)
     resumed.load_state_dict(told.state_dict())
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(3, 3))
-    loss = resumed.maybe_run(state)
-    assert loss == pytest.approx(3.0) and reports == [(3, loss)]
+    scores = resumed.maybe_run(state)
+    assert scores is not None and scores.loss == pytest.approx(3.0) and reports == [(3, scores.loss)]
     assert not resumed.pending and resumed.maybe_run(state) is None
 
 
@@ -170,7 +170,7 @@ def ends_after(stopping: EarlyStopping, losses: list[float]) -> int | None:
     """Return after how many evaluations the run stops; None = never."""
     run = TrainState(total_steps=100, stop_step=100, tokens_per_step=1, progress=Progress(10, 10))
     for number, loss in enumerate(losses, start=1):
-        stopping.count_evaluation(loss, run)
+        stopping.count_evaluation(Scores(loss), run)
         if run.early_end:
             assert run.finished and run.stopping
             return number

@@ -1,0 +1,244 @@
+"""Benchmark tasks by the lm-eval harness (extra `tasks`), on rank 0 alone: this module alone imports it.
+
+    names --TaskManager--> tasks --> requests --`_Model`--> rows of tokens --score--> log-likelihoods --> metrics
+
+Whatever decides a number is as in the harness's adapter of Hugging Face models (lm_eval/models/huggingface.py), so that
+the same weights have the same numbers there: tokens around texts, the token before a text without context, the longest
+request, seeds. The standard errors are those with a closed form: it would bootstrap others in a pool of processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval import evaluator, evaluator_utils
+from lm_eval.api import task as task_module
+from lm_eval.api.metrics import acc_all, acc_all_stderr, mean, mean_stderr
+from lm_eval.api.model import TemplateLM
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from pretraining.config.training import EvaluationConfig
+from pretraining.config.values import format_value
+from pretraining.data.tokenizer import Tokenizer
+from pretraining.errors import ConfigError, DataError
+from pretraining.evaluation.generation import check_prompt
+from pretraining.evaluation.scoring import Row, Score
+from pretraining.text import count_of
+
+log = logging.getLogger(__name__)
+
+_SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
+_CLOSED_FORMS = {mean: mean_stderr, acc_all: acc_all_stderr}
+_REPLACED: tuple[tuple[Any, str, Any], ...] = (
+    (evaluator_utils, "stderr_for_metric", lambda metric, bootstrap_iters: _CLOSED_FORMS.get(metric)),
+    (task_module, "tqdm", lambda items, **_: items),
+)
+"""Functions of the harness that it has no option for, by module and name: bootstrapped errors, progress bars."""
+
+
+class Harness:
+    """The tasks of a run, with their documents in memory.
+
+    Raises:
+        ConfigError: an unknown task, or one that generates text.
+        DataError: the data of a task cannot be loaded.
+    """
+
+    def __init__(self, config: EvaluationConfig) -> None:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        self._limit = config.eval_tasks_limit
+        self._model: _Model | None = None
+        with _as_alone():
+            random.seed(DEFAULT_RANDOM_SEED)
+            np.random.seed(DEFAULT_OTHER_SEED)
+            self._loaded = _load(config)
+            self._random = random.getstate(), np.random.get_state()
+        for name, task in self._loaded["tasks"].items():
+            _set_shots(name, task, config.eval_tasks_shots)
+
+    def describe(self) -> list[str]:
+        """Return a line per task: its questions, and the examples before each."""
+        lines = []
+        for name, task in self._loaded["tasks"].items():
+            count, shots = len(task.eval_docs), task.get_config("num_fewshot")
+            asked = count if self._limit is None else min(count, self._limit)
+            lines.append(
+                f"{name}: {asked:,} of {count_of(count, 'question')}, {count_of(shots, 'example')} before each"
+            )
+        return lines
+
+    def rehearse(self, tokenizer: Tokenizer, rows: int, context: int, window: int | None) -> dict[str, Any]:
+        """Set the model, and return the results of one that knows nothing.
+
+        Args:
+            rows: rows of the model's embedding.
+            context: most tokens of a forward, as an export has it.
+            window: the model's sliding window; None = none.
+
+        Raises:
+            ConfigError: the model or the tokenizer cannot take a request.
+        """
+        model = self._model = _Model(tokenizer, rows, context, window)
+        results = self.evaluate(lambda rows: [(0.0, False)] * len(rows))
+        if (count := model.truncated) > 0:
+            log.info("tasks: %d requests are longer than the context of %d, and lose their beginning", count, context)
+        return results
+
+    def evaluate(self, score: Score) -> dict[str, Any]:
+        """Return the results of the model that scores rows (`lm_eval.result_schema.EvalResults`)."""
+        assert self._model is not None
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(DEFAULT_OTHER_SEED)
+        self._model.begin(score)
+        with _as_alone():
+            random.setstate(self._random[0])
+            np.random.set_state(self._random[1])
+            found: dict[str, Any] = evaluator.evaluate(
+                lm=self._model, task_dict=self._loaded, limit=self._limit, bootstrap_iters=1, log_samples=False
+            )
+        return found
+
+
+@contextmanager
+def _as_alone() -> Iterator[None]:
+    """Keep what the harness does to random states and standard output from others; replace `_REPLACED`."""
+    before = random.getstate(), np.random.get_state()
+    own = [(module, name, getattr(module, name)) for module, name, _ in _REPLACED]
+    for each in _REPLACED:
+        setattr(*each)
+    try:
+        with torch.random.fork_rng(devices=()), redirect_stdout(sys.stderr):
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        for each in own:
+            setattr(*each)
+
+
+def _load(config: EvaluationConfig) -> dict[str, Any]:
+    names, folder = list(config.eval_tasks), config.eval_tasks_path
+    manager = TaskManager(include_path=folder, include_defaults=folder is None)
+    if not set(names) <= {*manager.all_subtasks}:  # listing the harness's own takes seconds
+        manager = TaskManager(include_path=folder)
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        near = get_close_matches(unknown[0], manager.all_tasks, 5)
+        remedy = f"near it are {', '.join(near)}" if near else "`lm-eval ls tasks` lists them"
+        raise ConfigError(f"--eval_tasks: lm-eval has no task, group or tag {unknown[0]}: {remedy}")
+    try:
+        loaded: dict[str, Any] = manager.load(names)
+    except Exception as error:  # whatever the library of a task's data, or a task's own code, raises
+        command = f"pretrain train --eval_only=true --eval_tasks={format_value(config.eval_tasks)} --dry_run=true"
+        raise DataError(
+            f"--eval_tasks={format_value(config.eval_tasks)}: the data cannot be loaded here ({error}). Where there is "
+            f"a network, `{command}` fetches it"
+        ) from error
+    generating = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE not in _SCORED]
+    if generating:
+        raise ConfigError(
+            f"--eval_tasks: {', '.join(generating)} generate text, which is too slow here: export the checkpoint "
+            f"(pretrain export) and run `lm_eval --model hf --tasks {','.join(generating)}`"
+        )
+    return loaded
+
+
+def _set_shots(name: str, task: Any, shots: int | None) -> None:
+    """Set the examples before each question, unless the task fixes none, as the harness does."""
+    own = task.get_config("num_fewshot")
+    if shots is not None and own == 0:
+        log.info("task %s has no examples before its questions, whatever --eval_tasks_shots says", name)
+    elif shots is not None or own is None:
+        task.set_config(key="num_fewshot", value=shots or 0)
+
+
+class _Model(TemplateLM):  # type: ignore[misc]  # lm-eval has no types for others
+    """Model of the harness, whose log-likelihoods `begin` says where to get."""
+
+    def __init__(self, tokenizer: Tokenizer, rows: int, context: int, window: int | None) -> None:
+        super().__init__()
+        self._tokenizer, self._rows, self._context, self._window = tokenizer, rows, context, window
+        begin = tokenizer.library.token_to_id(tokenizer.special_tokens.get("bos_token", ""))
+        self._prefix = tokenizer.end_of_text if begin is None else begin
+        self._begin = None if self._prefix is None else tokenizer.decode([self._prefix])
+
+    def begin(self, score: Score) -> None:
+        """Begin an evaluation."""
+        self._score, self.truncated, self._stdout = score, 0, sys.stdout
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """End of text."""
+        return self._tokenizer.end_of_text
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Token before a text without context."""
+        if self._prefix is None:
+            raise ConfigError("--eval_tasks: the tokenizer has no token that begins or ends a text, and tasks need it")
+        return self._prefix
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return the tokens of a text; by default with those around it, unless it begins with the first of them."""
+        if add_special_tokens is None:
+            add_special_tokens = self._begin is None or not string.startswith(self._begin)
+        return self._tokenizer.encode(string, special_tokens=True, around=add_special_tokens)
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return log-likelihood and hit of each request (context, continuation)."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return log-likelihood and hit of each (texts, context, continuation)."""
+        rows = []
+        for _texts, before, scored in requests:
+            if not 0 < len(scored) <= self._context:
+                raise ConfigError(
+                    f"--eval_tasks: a request asks for {len(scored)} tokens, and the model takes 1 to {self._context}"
+                )
+            tokens = [*before, *scored]
+            self.truncated += len(tokens) > self._context + 1
+            rows.append(Row(tokens[-self._context - 1 :], len(scored)))
+        if not rows:
+            return []
+        longest = max(len(row.tokens) - 1 for row in rows)
+        if self._window is not None and longest > self._window:
+            raise ConfigError(
+                f"--eval_tasks: a request has {longest} tokens, but the model has a sliding window of {self._window}, "
+                "and here attention covers all tokens: leave the task out, or give fewer --eval_tasks_shots"
+            )
+        largest = max(rows, key=lambda row: max(row.tokens))
+        check_prompt(
+            "a request of --eval_tasks", largest.tokens[:-1] or [0], self._tokenizer, self._rows, self._context
+        )
+        with redirect_stdout(self._stdout):
+            return self._score(rows)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of whole texts, in windows of the context."""
+        windows: list[tuple[None, list[int], list[int]]] = []
+        counts = []
+        for request in requests:
+            tokens = self.tok_encode(request.args[0])
+            parts = get_rolling_token_windows(tokens, self.prefix_token_id, self._context, 1)
+            windows += [(None, *make_disjoint_window(part)) for part in parts]
+            counts.append(len(windows))
+        found = [each for each, _ in self._loglikelihood_tokens(windows)]
+        return [sum(found[begin:end]) for begin, end in pairwise([0, *counts])]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Generate nothing: tasks that need it are refused."""
+        raise NotImplementedError
