@@ -130,7 +130,7 @@ def _as_alone() -> Iterator[None]:
 def _load(config: EvaluationConfig) -> dict[str, Any]:
     names, folder = list(config.eval_tasks), config.eval_tasks_path
     manager = TaskManager(include_path=folder, include_defaults=folder is None)
-    if not set(names) <= {*manager.all_subtasks}:  # listing the harness's own takes seconds
+    if not set(names) <= {*manager.all_subtasks, *manager.all_tags}:  # listing the harness's own takes seconds
         manager = TaskManager(include_path=folder)
     if unknown := [name for name in names if name not in manager.all_tasks]:
         near = get_close_matches(unknown[0], manager.all_tasks, 5)

@@ -306,7 +306,7 @@ def _training_facts(manifest: Manifest, settings: TrainConfig) -> dict[str, str]
     return {
         "length": f"{manifest.step:,} steps of {batch}, {manifest.tokens_seen:,} tokens in all",
         **{name: f"{loss:.4f} nats per token" for name, loss in losses.items() if loss is not None},
-        **({} if value is None else {str(manifest.best_by["name"]): f"{value:.4f}"}),
+        **({} if value is None else {"chosen by": f"{manifest.best_by['name']} {value:.4f}"}),
         "optimizer": f"{optimizer.optimizer}, learning rate {optimizer.peak_learning_rate:g}, {schedule}",
         "data, by weight": ", ".join(f"{name} {share:.2%}" for name, share in shares.items()),
     }

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from forked import run_forked
 from helpers import free_ports
-from training_runs import TINY, events_of, metrics_of, train_runs, write_dataset, write_two_datasets
+from task_files import write_tasks
+from training_runs import TINY, VOCABULARY, events_of, metrics_of, train_runs, write_dataset, write_two_datasets
 
 from pretraining.data.tokenizer import train_tokenizer
 
@@ -56,12 +57,14 @@ def samples(run: Path) -> list[tuple[int, str]]:
 def test_every_number_of_processes_finds_and_writes_the_same(data: Path, tmp_path: Path) -> None:
     train_tokenizer(["text of few words"] * 20, 270).save(tmp_path)
     texts = ["vocab_size=300", f"tokenizer_path={tmp_path}", "sample_tokens=6", "sample_at_evaluations=true"]
+    texts += write_tasks(tmp_path / "tasks")
     for processes, strategy in ((1, "fsdp"), (2, "fsdp"), (4, "hsdp")):
         more = [*texts, f"sharding_strategy={strategy}", f"ckpt_save_path={tmp_path}/on_{processes}"]
         more += ["hsdp_group_size=2", "context_parallel_size=2"] if strategy == "hsdp" else []
         train_runs(processes, data, [[*flags(data), *more]])
     expected = evaluations(tmp_path / "on_1")
-    assert len(expected) == 2 * 4 * (1 + len(SETS))
+    assert len([name for name in expected if "_task/" not in name]) == 2 * 4 * (1 + len(SETS))
+    assert len([name for name in expected if "_task/" in name]) == 2 * (4 + 3 + 3)  # with standard errors
     written = samples(tmp_path / "on_1")
     assert [step for step, _ in written] == [2, 4] and all(text for _, text in written)
     for processes in (2, 4):
@@ -71,10 +74,13 @@ def test_every_number_of_processes_finds_and_writes_the_same(data: Path, tmp_pat
     for processes, context in ((1, 1), (2, 1), (2, 2)):  # on other numbers than the run had, too
         common = [*TINY, f"data_path={data}", "sep_token=0", "logical_shards=8", *flags(data), "vocab_size=300"]
         common += ["eval_only=true", f"ckpt_load_path={tmp_path}/on_2", f"context_parallel_size={context}"]
+        common += [f"tokenizer_path={tmp_path}", *write_tasks(tmp_path / "tasks")]
         out = run_forked(WORKER, processes, [json.dumps([(free_ports(1)[0], common)])]).stdout
         [found] = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
         tokens.append([each["tokens"] for each in found["sets"].values()])
         assert found["evaluation_loss"] == pytest.approx(expected["4 evaluation_loss"], rel=1e-4)
+        of_tasks = {f"4 {name}": value for name, value in found.items() if name.startswith("evaluation_task/")}
+        assert of_tasks == pytest.approx({name: expected[name] for name in of_tasks}, rel=1e-4) and len(of_tasks) == 10
         for name in SETS:
             assert found["sets"][name]["loss"] == pytest.approx(expected[f"4 evaluation_loss/{name}"], rel=1e-4)
     assert tokens[0] == tokens[1] == tokens[2]
@@ -92,3 +98,23 @@ def test_a_resume_with_other_processes_and_another_batch_has_the_same_evaluation
         assert found[f"4 {name}"] == pytest.approx(found[f"2 {name}"], rel=1e-6), name
     manifest = json.loads((tmp_path / "checkpoints/step_4_ckp/manifest.json").read_text())
     assert manifest["state"]["evaluation_sets"]["sequences"] == 15
+
+
+def test_an_error_of_a_task_ends_the_evaluation_on_all_processes(data: Path, tmp_path: Path) -> None:
+    train_tokenizer(["text of few words"] * 20, 270).save(tmp_path)
+    given = write_tasks(tmp_path / "tasks")
+    (tmp_path / "tasks/broken.py").write_text(
+        "def process(doc, results):\n"
+        "    if any(value for value, _ in results):\n"  # the model of the start knows nothing, and gives zeros
+        "        raise RuntimeError('a bug of a task')\n"
+        "    return {'acc': 0.0}\n"
+    )
+    task = json.loads((tmp_path / "tasks/small_choice.yaml").read_text())
+    text = "\n".join(f"{name}: {json.dumps(value)}" for name, value in {**task, "task": "broken"}.items())
+    (tmp_path / "tasks/broken.yaml").write_text(f"{text}\nprocess_results: !function broken.process\n")
+    common = [*TINY, "use_dummy_dataset=true", "num_steps=2", "vocab_size=300", f"tokenizer_path={tmp_path}", given[1]]
+    common = [flag for flag in common if flag != f"vocab_size={VOCABULARY}"]
+    job = json.dumps([(free_ports(1)[0], [*common, "eval_tasks=broken", "ckpt_save_path=none"])])
+    done = run_forked(WORKER, 2, [job], check=False)
+    assert done.returncode == 1
+    assert "RuntimeError: a bug of a task" in done.stderr and "rank 0 failed: RuntimeError: a bug" in done.stderr
