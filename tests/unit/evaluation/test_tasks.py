@@ -49,6 +49,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(autouse=True)
+def only_own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the harness's own tasks, whose listing takes 6 seconds."""
+    from lm_eval.tasks import TaskManager
+
+    def listed(include_path: str, include_defaults: bool = True) -> Any:
+        return TaskManager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr("pretraining.evaluation.harness.TaskManager", listed)
+
+
 def config_of(folder: Path, *tasks: str, **changes: Any) -> EvaluationConfig:
     return EvaluationConfig(eval_tasks=tasks or ALL, eval_tasks_path=str(folder / "tasks"), **changes)
 
