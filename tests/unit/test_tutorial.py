@@ -43,6 +43,7 @@ class Tutorial:
     def _run(self, blocks: list[str], folder: Path) -> str:
         assert blocks
         script = "".join(blocks).replace("--num_steps=400", f"--num_steps={STEPS}")
+        script = script.replace("--num_steps=420", f"--num_steps={STEPS + 20}")
         script = re.sub(r"(?m)^pip install .*$", "", script)
         return run_command(["bash", "-ec", script], self.environment, cwd=folder).stdout
 
@@ -87,9 +88,13 @@ def test_llama_cpp_completes_the_prompt(trained: tuple[Tutorial, dict[str, str]]
     assert re.search(rf"(?m)^{re.escape(PROMPT)}.", tutorial.run("6. llama.cpp"))
 
 
-def test_lm_eval_scores_the_page_s_questions(trained: tuple[Tutorial, dict[str, str]]) -> None:
+def test_lm_eval_and_training_score_the_page_s_questions_alike(trained: tuple[Tutorial, dict[str, str]]) -> None:
     pytest.importorskip("lm_eval", reason="needs the extra `slow`")
     tutorial, _ = trained
-    tutorial.run("7. lm-eval")
+    printed = tutorial.run("7. lm-eval")
     (results,) = (tutorial.folder / "found").rglob("results_*.json")
-    assert 0 <= json.loads(results.read_text())["results"]["python"]["acc,none"] <= 1
+    accuracy = json.loads(results.read_text())["results"]["python"]["acc,none"]
+    (found,) = (json.loads(line) for line in printed.splitlines() if line.startswith('{"checkpoint"'))
+    assert found["evaluation_task/python/acc"] == accuracy
+    scored = re.findall(r"step (\d+)  evaluation_task/python  acc ", printed)
+    assert scored == [str(STEPS + 10), str(STEPS + 20)]
