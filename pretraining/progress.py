@@ -298,7 +298,7 @@ class BestBy(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What an evaluation found to decide by.
+    """Numbers of an evaluation that may decide which checkpoint is best.
 
     Attributes:
         loss: in nats per token, of the set `--best_by` or the mean over all sets; None = no set was evaluated.

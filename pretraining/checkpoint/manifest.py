@@ -210,7 +210,7 @@ class Manifest:
 
     @property
     def cost_of_step(self) -> float | None:
-        """What is lowest in the best checkpoint, of these weights: the evaluation loss, or `BestBy.cost`."""
+        """Number that is lowest in the best checkpoint, of these weights: the evaluation loss, or `BestBy.cost`."""
         if not self.best_by:
             return self.evaluation_of_step
         value = self.best_by.get("value")

@@ -2,9 +2,9 @@
 
     names --TaskManager--> tasks --> requests --`_Model`--> rows of tokens --score--> log-likelihoods --> metrics
 
-Whatever decides a number is as in the harness's adapter of Hugging Face models (lm_eval/models/huggingface.py), so that
-the same weights have the same numbers there: tokens around texts, the token before a text without context, the longest
-request, seeds. The standard errors are those with a closed form: it would bootstrap others in a pool of processes.
+The same weights have the same numbers as with the harness's adapter of Hugging Face models (models/huggingface.py). So
+tokens around texts, the token before a text without context, the longest request and the seeds are as there. The
+standard errors are those with a closed form: the harness would bootstrap others in a pool of processes.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def _load(config: EvaluationConfig) -> dict[str, Any]:
     except Exception as error:  # whatever the library of a task's data, or a task's own code, raises
         command = f"pretrain train --eval_only=true --eval_tasks={format_value(config.eval_tasks)} --dry_run=true"
         raise DataError(
-            f"--eval_tasks={format_value(config.eval_tasks)}: the data cannot be loaded here ({error}). Where there is "
-            f"a network, `{command}` fetches it"
+            f"--eval_tasks={format_value(config.eval_tasks)}: the data cannot be loaded here ({error}). "
+            f"`{command}` fetches it on a machine with a network"
         ) from error
     generating = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE not in _SCORED]
     if generating:

@@ -213,7 +213,11 @@ def test_random_states_and_standard_output_stay_as_they_are(folder: Path, capsys
     [
         (["small_choise"], ConfigError, "no task, group or tag small_choise: near it are small_choice"),
         (["small_choice", "small_answer"], ConfigError, "small_answer generate text, which is too slow here: export"),
-        (["broken"], DataError, r"--eval_tasks=broken: the data cannot be loaded here \(.*--dry_run=true` fetches it"),
+        (
+            ["broken"],
+            DataError,
+            r"--eval_tasks=broken: the data cannot be loaded here \(.*--dry_run=true` fetches it on",
+        ),
     ],
 )
 def test_tasks_that_cannot_be_scored_are_refused_at_the_start(
