@@ -11,12 +11,14 @@ processes that shard them. Every save flushes all files to the disk (`sync_files
     DCP               safetensors: each process writes its own shards; four threads for loads, which check nothing
 
 Loaded tensors are compared with the saved ones. Then runs train in turns with synchronous and asynchronous saves. Each
-run saves twice, because the first save also allocates the memory for copies. Last, runs are killed by SIGKILL soon
-after a save, and the same command starts at once.
+run saves twice, because the first save also allocates the memory for copies. `pretrain average` of five checkpoints
+takes turns with five loads of their weights. Last, runs are killed by SIGKILL soon after a save, and the same command
+starts at once.
 """
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import shutil
@@ -39,6 +41,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from pretraining.checkpoint.chunks import local_tensor
 from pretraining.checkpoint.manifest import Manifest, tensor_state
 from pretraining.checkpoint.reader import load_tensors
+from pretraining.checkpoint.restore import load_model
 from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.start_point import find_start
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
@@ -52,6 +55,8 @@ from pretraining.model.init import initialize_parameters
 from pretraining.optim.registry import build_optimizer
 from pretraining.optim.state import materialise_state
 from pretraining.progress import Scores, TrainState
+from pretraining.tools.average import average
+from pretraining.tools.commands import AverageConfig
 from pretraining.train.build import build_model
 from pretraining.train.loop import train_loop
 from scripts.benchmark.common import (
@@ -80,6 +85,7 @@ THREADS = 4
 """Threads per process, as in the project's reader."""
 KINDS = ("save", "load", "load, file cache")
 SAVE_STEPS, LAST_STEP, FOLLOWING_STEPS = (5, 15), 21, 5
+AVERAGED = 5
 Tensors = Mapping[str, torch.Tensor]
 Seconds = dict[tuple[str, str], list[float]]
 """Seconds of each turn, by contender and kind."""
@@ -151,6 +157,7 @@ def main() -> None:
         for world_size in (1, 2) if torch.cuda.device_count() != 1 else (1,):
             compare(Path(folder), config, world_size, flags.rounds)
         compare_blocking(Path(folder) / "training", config, flags.runs)
+        compare_average(Path(folder) / "averaged", settings, flags.rounds)
         starts = [_kill_and_resume(Path(folder) / f"killed-{number}", settings) for number in range(flags.runs + 1)]
     print_table(("after kill -9", "seconds", "quartiles"), [("end of the next step", *spread(starts[1:], ".2f"))])
 
@@ -291,6 +298,24 @@ def _blocked_seconds(folder: Path, config: TrainConfig, processes: Processes, as
         train_loop(run)
     second = SAVE_STEPS[1] - 1
     return sum(waited[second : second + 1 + FOLLOWING_STEPS])
+
+
+def compare_average(run: Path, settings: list[str], rounds: int) -> None:
+    """Print the time of an average of five checkpoints, relative to five loads of their weights."""
+    own = [*settings, f"num_steps={AVERAGED}", "checkpoint_interval=1", f"ckpt_save_path={run}"]
+    subprocess.run([*PRETRAIN, "train", *own], check=True, stdout=subprocess.DEVNULL)
+    paths, ratios = [str(each.path) for each in committed_checkpoints(run)], []
+    for number in range(rounds + 1):
+        output = run.with_name(f"average-{number}")
+        with redirect_stdout(io.StringIO()):
+            began = time.perf_counter()
+            for path in paths:
+                load_model(path, torch.device("cpu"), torch.float32)
+            loaded = time.perf_counter()
+            average(AverageConfig(paths=(str(run),), last=AVERAGED, output_path=str(output)))
+        ratios.append((time.perf_counter() - loaded) / (loaded - began))
+        shutil.rmtree(output)
+    print_table(("", "median", "quartiles"), [("average / load of its checkpoints", *spread(ratios[1:], ".2f"))])
 
 
 class _SaveSteps:
