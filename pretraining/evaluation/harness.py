@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.evaluation.generation import check_prompt
 from pretraining.evaluation.scoring import Row, Score
+from pretraining.files import is_folder
 from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
@@ -129,6 +131,8 @@ def _as_alone() -> Iterator[None]:
 
 def _load(config: EvaluationConfig) -> dict[str, Any]:
     names, folder = list(config.eval_tasks), config.eval_tasks_path
+    if folder is not None and not is_folder(Path(folder)):
+        raise ConfigError(f"--eval_tasks_path={folder} is no folder: name the one with the YAML files of tasks")
     manager = TaskManager(include_path=folder, include_defaults=folder is None)
     if not set(names) <= {*manager.all_subtasks, *manager.all_tags}:  # listing the harness's own takes seconds
         manager = TaskManager(include_path=folder)
@@ -139,11 +143,10 @@ def _load(config: EvaluationConfig) -> dict[str, Any]:
     try:
         loaded: dict[str, Any] = manager.load(names)
     except Exception as error:  # whatever the library of a task's data, or a task's own code, raises
-        command = f"pretrain train --eval_only=true --eval_tasks={format_value(config.eval_tasks)} --dry_run=true"
-        raise DataError(
-            f"--eval_tasks={format_value(config.eval_tasks)}: the data cannot be loaded here ({error}). "
-            f"`{command}` fetches it on a machine with a network"
-        ) from error
+        given = f"--eval_tasks={format_value(config.eval_tasks)}"
+        fetch = f". `pretrain train --eval_only=true {given} --dry_run=true` fetches data on a machine with a network"
+        advice = fetch if isinstance(error, OSError) else ""
+        raise DataError(f"{given} cannot be loaded: {type(error).__name__}: {error}{advice}") from error
     generating = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE not in _SCORED]
     if generating:
         raise ConfigError(

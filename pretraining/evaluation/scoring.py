@@ -13,7 +13,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -88,9 +89,11 @@ class Scorer:
         try:
             with torch.no_grad(), without_compiling():  # the length changes with every batch
                 if self.processes.is_main:
-                    return _answer(ask, score, failures)
-                while isinstance(message := _from_rank_zero(), _Rows):
+                    return _ask(ask, score, failures)
+                message: Any = on_rank_zero(lambda: None)
+                while isinstance(message, _Rows):
                     self._compute(model, message.rows, should_stop)
+                    message = on_rank_zero(lambda: None)
                 return message  # type: ignore[no-any-return]
         except _Stopped:
             return None
@@ -121,29 +124,19 @@ class Scorer:
         return [(-loss, round(hits) == row.scored) for row, (loss, hits) in zip(rows, found, strict=True)]
 
 
-def _answer(ask: Callable[[Score], T], score: Score, failures: list[BaseException]) -> T:
+def _ask(ask: Callable[[Score], T], score: Score, failures: list[BaseException]) -> T:
     """Return what `ask` returns, on rank 0, and send it, or its error, to the other ranks."""
-    outcome: T | None = None
-    error: Exception | None = None
     try:
-        outcome = ask(score)
-    except Exception as raised:
+        found = ask(score)
+    except Exception as error:
         if failures:
             raise failures[0] from None
-        error = raised
-
-    def send() -> Any:
-        if error is not None:
-            raise error
-        return outcome
-
-    sent: T = on_rank_zero(send)
-    return sent
+        return on_rank_zero(partial(_raise, error))
+    return on_rank_zero(lambda: found)
 
 
-def _from_rank_zero() -> Any:
-    """Return what rank 0 sends, on the other ranks: rows to compute, or the result."""
-    return on_rank_zero(lambda: None)
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def cut(rows: Sequence[Row], tokens: int) -> list[list[int]]:

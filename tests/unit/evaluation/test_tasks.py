@@ -213,11 +213,8 @@ def test_random_states_and_standard_output_stay_as_they_are(folder: Path, capsys
     [
         (["small_choise"], ConfigError, "no task, group or tag small_choise: near it are small_choice"),
         (["small_choice", "small_answer"], ConfigError, "small_answer generate text, which is too slow here: export"),
-        (
-            ["broken"],
-            DataError,
-            r"--eval_tasks=broken: the data cannot be loaded here \(.*--dry_run=true` fetches it on",
-        ),
+        (["broken"], DataError, "=broken cannot be loaded: FileNotFoundError: .*--dry_run=true` fetches data on"),
+        (["small_group", "small_choice"], DataError, "cannot be loaded: ValueError: Duplicate task 'small_choice'.*'$"),
     ],
 )
 def test_tasks_that_cannot_be_scored_are_refused_at_the_start(
@@ -229,6 +226,8 @@ def test_tasks_that_cannot_be_scored_are_refused_at_the_start(
     (tmp_path / "tasks/broken.yaml").write_text(json.dumps(broken))
     with pytest.raises(error, match=words):
         load_harness(config_of(tmp_path, *tasks))
+    with pytest.raises(ConfigError, match=r"--eval_tasks_path=.*/nowhere is no folder"):
+        load_harness(replace(config_of(folder), eval_tasks_path=f"{folder}/nowhere"))
 
 
 def test_requests_that_the_model_cannot_take_are_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
