@@ -207,10 +207,11 @@ class _Model(TemplateLM):  # type: ignore[misc]  # lm-eval has no types for othe
     ) -> list[tuple[float, bool]]:
         """Return log-likelihood and hit of each (texts, context, continuation)."""
         rows = []
-        for _texts, before, scored in requests:
+        for texts, before, scored in requests:
             if not 0 < len(scored) <= self._context:
                 raise ConfigError(
-                    f"--eval_tasks: a request asks for {len(scored)} tokens, and the model takes 1 to {self._context}"
+                    f"--eval_tasks: a request asks for {len(scored)} tokens, and the model takes 1 to {self._context}: "
+                    f"{texts and texts[1][:80]!r} after {texts and texts[0][-80:]!r}. Correct the task or leave it out"
                 )
             tokens = [*before, *scored]
             self.truncated += len(tokens) > self._context + 1

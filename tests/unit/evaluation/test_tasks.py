@@ -236,7 +236,9 @@ def test_requests_that_the_model_cannot_take_are_refused_at_the_start(folder: Pa
         harness.rehearse(tokenizer, VOCABULARY, CONTEXT, 32)
     with pytest.raises(ConfigError, match=r"a request of --eval_tasks gives token .*, and the model has 40 rows"):
         harness.rehearse(tokenizer, 40, CONTEXT, None)
-    with pytest.raises(ConfigError, match=r"a request asks for \d+ tokens, and the model takes 1 to 3"):
+    with pytest.raises(
+        ConfigError, match=r"a request asks for \d+ tokens, and the model takes 1 to 3: '.+' after '.+'\. Correct"
+    ):
         harness.rehearse(tokenizer, VOCABULARY, 3, None)
     nameless = replace(tokenizer, end_of_text=None)
     with pytest.raises(ConfigError, match=r"the tokenizer has no token that begins or ends a text"):
