@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WIDTH = 64
-"""Rows are padded to a multiple of this many tokens."""
+WIDTH = 16
+"""Rows are padded to a multiple of this many tokens, which kernels need for float8."""
 SECONDS_BETWEEN_LINES = 30.0
 
 

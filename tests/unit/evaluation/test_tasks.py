@@ -271,20 +271,20 @@ ROWS = [Row(list(range(length)), 1) for length in (3, 66, 10, 130, 65, 2)]
 
 
 def test_batches_have_the_longest_rows_first_and_few_widths() -> None:
-    assert cut(ROWS, 256) == [[3], [1, 4], [2, 0, 5]] and cut(ROWS, 1) == [[3], [1], [4], [2], [0], [5]]
+    assert cut(ROWS, 256) == [[3], [1, 4, 2], [0, 5]] and cut(ROWS, 1) == [[3], [1], [4], [2], [0], [5]]
     assert cut([], 64) == []
     tokens, labels = pad([Row([5, 6, 7, 8], 2), Row([9, 1], 1)])
-    assert tokens.shape == (2, 64) and tokens[:, :4].tolist() == [[5, 6, 7, 0], [9, 0, 0, 0]]
+    assert tokens.shape == (2, 16) and tokens[:, :4].tolist() == [[5, 6, 7, 0], [9, 0, 0, 0]]
     assert labels[:, :4].tolist() == [[-100, 7, 8, -100], [1, -100, -100, -100]] and labels[:, 4:].unique() == -100
     empty, nothing = pad([])
-    assert empty.shape == (1, 64) and nothing.unique() == -100
+    assert empty.shape == (1, 16) and nothing.unique() == -100
 
 
 def test_a_stop_ends_the_forwards_and_an_error_of_the_asker_or_of_a_forward_is_raised(folder: Path) -> None:
     model = Counting(ours(folder, "plain"))
     answers = iter([False, True])
     assert scorer(1).serve(model, lambda score: score(ROWS[:3]), lambda: next(answers)) is None
-    assert model.shapes == [(1, 128)]
+    assert model.shapes == [(1, 80)]
 
     def ask(score: Any) -> None:
         score(ROWS[:1])
@@ -314,4 +314,4 @@ def test_a_line_says_how_far_long_evaluations_are(
 
     found = scorer(256).serve(ours(folder, "plain"), ask, never)
     assert found is not None and len(found) == len(ROWS)
-    assert [record.message for record in caplog.records] == [f"tasks: {done} of 6 requests" for done in (1, 3, 6)]
+    assert [record.message for record in caplog.records] == [f"tasks: {done} of 6 requests" for done in (1, 4, 6)]
