@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pretraining.data.batch import ModelInputs
+    from pretraining.evaluation.evaluators import UserEvaluator
     from pretraining.model.llama import Llama
     from pretraining.observability.metrics import MetricsHook, Outputs
     from pretraining.train.preemption import StopRequests
@@ -64,6 +65,7 @@ class Trainer:
 
     Args:
         config: settings, equal in every process. Lengths may be written as in recipes: 1000, "5Btok".
+        evaluators: called at evaluations, besides those of the settings (docs/extending.md); one of a class.
 
     Attributes:
         needs_hidden_states: whether `extra_metrics` gets the final hidden states.
@@ -74,8 +76,11 @@ class Trainer:
 
     needs_hidden_states: ClassVar[bool] = False
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, evaluators: Sequence[UserEvaluator] = ()) -> None:
         config = _as_settings(config)
+        self._evaluators = {f"{type(each).__module__}:{type(each).__qualname__}": each for each in evaluators}
+        names = tuple(dict.fromkeys((*config.evaluation.evaluators, *self._evaluators)))
+        config = replace(config, evaluation=replace(config.evaluation, evaluators=names))
         changed = [name for name, each in settings_of(TrainConfig).items() if values_of(config)[name] != each.default]
         config = resolve_run_folder(config, changed)
         check_config(config)
@@ -136,7 +141,15 @@ class Trainer:
 
             is_interrupted = False
             try:
-                result = train(self.config, layout, requests, threads, hook=self._hook(), is_embedded=True)
+                result = train(
+                    self.config,
+                    layout,
+                    requests,
+                    threads,
+                    hook=self._hook(),
+                    evaluators=self._evaluators,
+                    is_embedded=True,
+                )
             except Preempted as stop:
                 if stop.result is None:
                     raise
@@ -170,7 +183,8 @@ class Trainer:
         with _embedded(config) as (layout, requests, _):
             from pretraining.tools.evaluate import evaluate_checkpoint
 
-            found = evaluate_checkpoint(config, layout, requests, hook=self._hook(), is_embedded=True)
+            hook, own = self._hook(), self._evaluators
+            found = evaluate_checkpoint(config, layout, requests, hook=hook, evaluators=own, is_embedded=True)
             for line in found.lines():
                 log.info("%s", line)
         return found.as_json()

@@ -286,11 +286,17 @@ class Interval:
 
 
 class BestBy(NamedTuple):
-    """The metric of a task that decides which checkpoint is best; `definition` says what it depends on."""
+    """The metric of a task, or number of an evaluator, that decides which checkpoint is best.
+
+    Attributes:
+        definition: of all that it depends on besides the model.
+        key: its name among the values of an evaluation.
+    """
 
     name: str
     larger_is_better: bool
     definition: str
+    key: str = ""
 
     def cost(self, value: float) -> float:
         """Return a number that is lower for a better value."""
@@ -302,7 +308,7 @@ class Scores(NamedTuple):
 
     Attributes:
         loss: in nats per token, of the set `--best_by` or the mean over all sets; None = no set was evaluated.
-        task: metric of the task `--best_by`; None = it was not evaluated, or no task decides.
+        task: the value of `BestBy`; None = it was not evaluated, or the loss decides.
     """
 
     loss: float | None

@@ -79,7 +79,7 @@ class Rules:
 
 
 NO_EVALUATION_SET = {"held_out_fraction": is_off, "eval_datasets": is_off}
-NO_EVALUATION = {**NO_EVALUATION_SET, "eval_tasks": is_off}
+NO_EVALUATION = {**NO_EVALUATION_SET, "eval_tasks": is_off, "evaluators": is_off}
 DROP_ONE = "leave one of them out"
 ROWS = (
     # length and schedule
@@ -120,12 +120,15 @@ ROWS = (
     Row({"ckpt_format": ["full"], "async_save": [True]}, f"full checkpoints cannot be saved async; {DROP_ONE}"),
     # evaluation
     *(
-        Row({name: is_on, **NO_EVALUATION}, "give something to evaluate on, with one of the last three")
+        Row({name: is_on, **NO_EVALUATION}, "give something to evaluate, with one of the last four")
         for name in ("best_by", "early_stopping_evaluations", "eval_only", "sample_at_evaluations")
     ),
-    Row(
-        {"early_stopping_evaluations": is_on, "eval_tasks": is_on, "best_by": is_off, **NO_EVALUATION_SET},
-        "give --best_by=<task>/<metric>, or documents to evaluate on",
+    *(
+        Row(
+            {"early_stopping_evaluations": is_on, name: is_on, "best_by": is_off, **NO_EVALUATION_SET},
+            "give --best_by=<task>/<metric> or a number of evaluators, or documents to evaluate on",
+        )
+        for name in ("eval_tasks", "evaluators")
     ),
     *(
         Row({name: is_given, "eval_tasks": is_off}, "give tasks, with the last one")
@@ -258,7 +261,7 @@ def _check_data(config: TrainConfig) -> Problems:
     if (
         data.data_path is None
         and not data.use_dummy_dataset
-        and not (evaluation.eval_only and (evaluation.eval_datasets or evaluation.eval_tasks))
+        and not (evaluation.eval_only and (evaluation.eval_datasets or evaluation.eval_tasks or evaluation.evaluators))
     ):
         yield "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo"
     weights = data.weights

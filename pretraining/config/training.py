@@ -543,6 +543,11 @@ class EvaluationConfig:
     eval_tasks_shots: NonNegativeInt | None = setting(
         None, "examples before each question, unless a task fixes 0; none = as the task says", silent_change=True
     )
+    evaluators: tuple[str, ...] = setting(
+        (),
+        "user-defined code that evaluations call with the model: package.module:Class (docs/extending.md)",
+        silent_change=True,
+    )
     extra_scores: tuple[str, ...] = setting(
         (),
         "user-defined scores for reports and evaluations: package.module:Class (docs/extending.md)",
@@ -550,7 +555,8 @@ class EvaluationConfig:
     )
     best_by: str | None = setting(
         None,
-        "evaluation set whose loss decides which checkpoint is best, or <task>/<metric>; none = the mean over all sets",
+        "evaluation set whose loss decides which checkpoint is best, <task>/<metric>, or a number of evaluators; "
+        "none = the mean over all sets",
     )
     early_stopping_evaluations: NonNegativeInt = setting(
         0,

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from lm_eval import evaluator, evaluator_utils
 from lm_eval.api import task as task_module
 from lm_eval.api.metrics import acc_all, acc_all_stderr, mean, mean_stderr
@@ -33,6 +32,7 @@ from pretraining.config.training import EvaluationConfig
 from pretraining.config.values import format_value
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import ConfigError, DataError
+from pretraining.evaluation.evaluators import keeping_random_states
 from pretraining.evaluation.generation import check_prompt
 from pretraining.evaluation.scoring import Row, Score
 from pretraining.files import is_folder
@@ -115,16 +115,13 @@ class Harness:
 @contextmanager
 def _as_alone() -> Iterator[None]:
     """Keep what the harness does to random states and standard output from others; replace `_REPLACED`."""
-    before = random.getstate(), np.random.get_state()
     own = [(module, name, getattr(module, name)) for module, name, _ in _REPLACED]
     for each in _REPLACED:
         setattr(*each)
     try:
-        with torch.random.fork_rng(devices=()), redirect_stdout(sys.stderr):
+        with keeping_random_states(), redirect_stdout(sys.stderr):
             yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
         for each in own:
             setattr(*each)
 

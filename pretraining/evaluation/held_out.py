@@ -29,6 +29,8 @@ from torch import Tensor, nn
 
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
+from pretraining.errors import ConfigError
+from pretraining.evaluation.evaluators import VALUES, Evaluators, line_of
 from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.tasks import NAME, Tasks
 from pretraining.observability.collector import sum_over_ranks
@@ -279,6 +281,7 @@ class Evaluator:
     Attributes:
         model, sources, device, should_stop, metrics, byte_lengths_V: as in `evaluate`.
         interval: evaluation interval; the run's last step is always evaluated.
+        evaluators: called after the sets; None = none.
         tasks: benchmark tasks, with an interval of their own; None = none.
         best_by: set whose loss decides which checkpoint is best; None = the mean.
         sampler: generates text after each evaluation except the run's last; None = no text.
@@ -299,13 +302,14 @@ class Evaluator:
     sampler: TextSampler | None = None
     evaluation_mode: Callable[[], AbstractContextManager[None]] = nullcontext
     pending: bool = False
+    evaluators: Evaluators | None = None
     tasks: Tasks | None = None
     tasks_interval: Interval = field(default_factory=lambda: Interval(Duration(0, "steps"), None))
     tasks_pending: bool = False
 
     def maybe_run(self, state: TrainState) -> Scores | None:
         """Evaluate if an evaluation is due or pending, first on the sets, then on the tasks; None = nothing was."""
-        if self.sources and (state.finished or self.interval.is_due(state)):
+        if self._has_sets and (state.finished or self.interval.is_due(state)):
             self.pending = True
         if self.tasks is not None and (state.finished or self.tasks_interval.is_due(state)):
             self.tasks_pending = True
@@ -313,41 +317,66 @@ class Evaluator:
 
     def run_pending(self, state: TrainState) -> Scores | None:
         """Do the evaluations that are pending, until a stop is requested; None = nothing was evaluated."""
-        found = Scores(None)
+        found: list[Scores] = []
         with self.evaluation_mode() if self.pending or self.tasks_pending else nullcontext():
-            if self.pending and not state.preempted:
-                found = found._replace(loss=self._evaluate_sets(state))
-            if self.tasks_pending and not state.preempted:
-                found = found._replace(task=self._evaluate_tasks(state))
-            if found == Scores(None):
+            for evaluate_pending in (self._evaluate_sets, self._evaluate_tasks):
+                if (scores := evaluate_pending(state)) is not None:
+                    found.append(scores)
+            if not found:
                 return None
-            self.early_stopping.count_evaluation(found, state)  # may finish the run, whose end generates the last text
+            of_all = (next((each for each in part if each is not None), None) for part in zip(*found, strict=True))
+            scores = Scores(*of_all)
+            self.early_stopping.count_evaluation(scores, state)  # may finish the run, whose end generates the last text
             if self.sampler is not None and not state.finished:
                 with self.observer.stopwatch.measure("evaluation"):
                     self.sampler.show(self.model, self.device, state.step, self.observer.events)
-        return found
+        return scores
 
-    def _evaluate_sets(self, state: TrainState) -> float | None:
-        with self.observer.stopwatch.measure("evaluation"):
-            model, sources, device = self.model, self.sources, self.device
-            found = evaluate(model, sources, device, self.should_stop, self.metrics, self.byte_lengths_V)
-        if found is None:
+    @property
+    def _has_sets(self) -> bool:
+        return bool(self.sources) or self.evaluators is not None
+
+    def _evaluate_sets(self, state: TrainState) -> Scores | None:
+        """Evaluate on the sets, and call the evaluators, if that is pending; None = it is not, or a stop came."""
+        if not self.pending or state.preempted:
             return None
+        loss, values, lines = None, dict[str, float](), list[str]()
+        with self.observer.stopwatch.measure("evaluation"):
+            if self.sources:
+                model, sources, device = self.model, self.sources, self.device
+                found = evaluate(model, sources, device, self.should_stop, self.metrics, self.byte_lengths_V)
+                if found is None:
+                    return None
+                loss, values, lines = found.numbers(self.best_by)["loss"], found.values(), found.lines()
+            if self.evaluators is not None:
+                custom = self.evaluators.run(self.model, state.step, values)
+                values |= custom
+                lines += line_of(custom)
         self.pending = False
-        self.observer.after_evaluation(state.progress, found.values(), found.lines())
-        return found.numbers(self.best_by)["loss"]
+        self.observer.after_evaluation(state.progress, values, lines)
+        return Scores(loss, self._deciding(values, VALUES))
 
-    def _evaluate_tasks(self, state: TrainState) -> float | None:
-        """Return the metric that decides, NaN if it is no number; None after a stop request."""
-        assert self.tasks is not None
+    def _deciding(self, values: Mapping[str, float], kind: str) -> float | None:
+        """Return the value that decides, NaN if it is no number; None if another kind of value decides."""
+        choice = self.early_stopping.task
+        if choice is None or not choice.key.startswith(kind):
+            return None
+        if kind == VALUES and choice.key not in values:
+            there = ", ".join(name.removeprefix(VALUES) for name in values if name.startswith(VALUES))
+            raise ConfigError(f"--best_by={choice.name}: the evaluators return {there or 'nothing'}")
+        return values.get(choice.key, math.nan)
+
+    def _evaluate_tasks(self, state: TrainState) -> Scores | None:
+        """Evaluate on the tasks, if that is pending; None = it is not, or a stop is requested."""
+        if self.tasks is None or not self.tasks_pending or state.preempted:
+            return None
         with self.observer.stopwatch.measure("evaluation"):
             found = self.tasks.evaluate(self.model, self.should_stop)
         if found is None:
             return None
         self.tasks_pending = False
         self.observer.after_evaluation(state.progress, found.values, found.lines)
-        task = self.early_stopping.task
-        return math.nan if task is None else found.values.get(NAME + task.name, math.nan)
+        return Scores(None, self._deciding(found.values, NAME))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
@@ -356,6 +385,6 @@ class Evaluator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state."""
-        self.pending = bool(self.sources) and bool(state[PENDING_EVALUATION])
+        self.pending = self._has_sets and bool(state[PENDING_EVALUATION])
         self.tasks_pending = self.tasks is not None and bool(state.get(PENDING_TASKS))
         self.early_stopping.load_state_dict(state)

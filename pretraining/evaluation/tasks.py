@@ -78,7 +78,11 @@ class Tasks:
             raise ConfigError(f"--best_by={name}: lm-eval does not say whether larger values are better: take another")
         facts = self.rehearsal.definitions[name.rpartition("/")[0]]
         digest = hashlib.sha256(json.dumps([name, facts], sort_keys=True).encode()).hexdigest()[:16]
-        return BestBy(name, larger_is_better, digest)
+        return BestBy(name, larger_is_better, digest, NAME + name)
+
+    def names(self) -> list[str]:
+        """Return the names that `best_by` takes."""
+        return list(self.rehearsal.directions)
 
 
 def load_harness(config: EvaluationConfig) -> Harness:

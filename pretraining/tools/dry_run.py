@@ -28,6 +28,7 @@ from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.evaluation.evaluators import open_evaluators
 from pretraining.evaluation.generation import read_prompt
 from pretraining.evaluation.tasks import open_tasks
 from pretraining.launch.cpu_threads import CpuThreads
@@ -81,7 +82,9 @@ def dry_run(
         data = open_data(config, processes, folder)
         dims = check_and_build_dims(config, processes)
         tasks = open_tasks(config, processes, dims, config.data.seq_length)
-        plan = plan_run(config, processes, dims, data, start, threads=threads, tasks=tasks)
+        plan = plan_run(
+            config, processes, dims, data, start, threads=threads, tasks=tasks, evaluators=open_evaluators(config)
+        )
         on_rank_zero(lambda: check_trackers(config))
         log_plan(plan)
         on_every_rank(requests.raise_if_signalled)

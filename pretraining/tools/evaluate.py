@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from pretraining.checkpoint.manifest import tensor_state
 from pretraining.checkpoint.restore import load_newest
@@ -21,6 +23,7 @@ from pretraining.data.resume import ORDER_VERSION, order_version
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError
+from pretraining.evaluation.evaluators import UserEvaluator, line_of, open_evaluators
 from pretraining.evaluation.held_out import Evaluation, evaluate
 from pretraining.evaluation.tasks import Results, load_harness, open_tasks
 from pretraining.files import from_hub
@@ -38,17 +41,18 @@ from pretraining.train.run import join_job
 
 @dataclass(frozen=True)
 class CheckpointEvaluation:
-    """Scores of a checkpoint on the evaluation sets and tasks; None = there are none."""
+    """Scores of a checkpoint on the evaluation sets and tasks (None = there are none), and of evaluators."""
 
     checkpoint: Path
     step: int
     evaluation: Evaluation | None
     tasks: Results | None
+    custom: Mapping[str, float]
 
     def lines(self) -> list[str]:
         """Return the lines of an evaluation in training."""
         of_sets = [] if self.evaluation is None else self.evaluation.lines()
-        return [*of_sets, *([] if self.tasks is None else self.tasks.lines)]
+        return [*of_sets, *line_of(self.custom), *([] if self.tasks is None else self.tasks.lines)]
 
     def as_json(self) -> dict[str, object]:
         """Return the mean scores and those of tasks, and under `sets` the scores per set, as a JSON object."""
@@ -58,8 +62,9 @@ class CheckpointEvaluation:
             for name in found.sets:
                 sets[name] = {"tokens": found.tokens(name), **_null_if_not_finite(found.numbers(name))}
             mean = _null_if_not_finite({f"evaluation_{name}": value for name, value in found.numbers().items()})
-        of_tasks = {} if self.tasks is None else self.tasks.values
-        return {"checkpoint": str(self.checkpoint), "step": self.step, **mean, **of_tasks, "sets": sets}
+        others = {**self.custom, **({} if self.tasks is None else self.tasks.values)}
+        mean |= _null_if_not_finite(others)
+        return {"checkpoint": str(self.checkpoint), "step": self.step, **mean, "sets": sets}
 
 
 def evaluate_and_print(config: TrainConfig, layout: ProcessLayout, requests: StopRequests) -> None:
@@ -81,13 +86,14 @@ def evaluate_checkpoint(
     requests: StopRequests,
     *,
     hook: MetricsHook | None = None,
+    evaluators: Mapping[str, UserEvaluator] = MappingProxyType({}),
     is_embedded: bool = False,
 ) -> CheckpointEvaluation:
     """Evaluate `ckpt_load_path`, else `ckpt_save_path`, on every set; call it in every process of a job.
 
     Args:
         hook: user-defined metrics.
-        is_embedded: as in `train`.
+        evaluators, is_embedded: as in `train`.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, or holds another model.
@@ -95,11 +101,15 @@ def evaluate_checkpoint(
         Preempted: a stop was requested.
     """
     with join_job(config, layout, requests, is_embedded) as processes:
-        return _evaluate(config, processes, requests, hook)
+        return _evaluate(config, processes, requests, hook, evaluators)
 
 
 def _evaluate(
-    config: TrainConfig, processes: Processes, requests: StopRequests, hook: MetricsHook | None
+    config: TrainConfig,
+    processes: Processes,
+    requests: StopRequests,
+    hook: MetricsHook | None,
+    evaluators: Mapping[str, UserEvaluator],
 ) -> CheckpointEvaluation:
     source = on_rank_zero(lambda: _evaluated_path(config.checkpoint))
     config, newest = resolve(config, lambda: find_newest(source))
@@ -114,7 +124,8 @@ def _evaluate(
     if config.evaluation.eval_batches != newest.config.evaluation.eval_batches:
         record = replace(record, sequences=None)  # another number of batches is asked for
     tasks = open_tasks(config, processes, dims, newest.config.data.seq_length if trained else 0)
-    sources, _ = open_evaluation_sources(config, data, batch, processes, dims, record, order, tasks)
+    own = open_evaluators(config, evaluators)
+    sources, _ = open_evaluation_sources(config, data, batch, processes, dims, record, order, (tasks, own))
     model = build_model(shape, config, dims, device)
     start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)
@@ -131,10 +142,11 @@ def _evaluate(
         processes.activity.turn_to("evaluation")
         metrics = on_every_rank(lambda: Metrics(config.evaluation.extra_scores, hook, model.module))
         found = evaluate(model.module, sources, device, should_stop, metrics, table_V) if sources else None
+        custom = {} if own is None or stop else own.run(model.module, start.step, found.values() if found else ())
         scores = None if tasks is None or stop else tasks.evaluate(model.module, should_stop)
     if stop:
         raise preemption_error(stop, f"in an evaluation ({stop_reason(stop)}): nothing was written.")
-    return CheckpointEvaluation(start.path, start.manifest.step, found, scores)
+    return CheckpointEvaluation(start.path, start.manifest.step, found, scores, custom)
 
 
 def _evaluated_path(config: CheckpointConfig) -> Path:

@@ -315,6 +315,7 @@ def _build_evaluator(
         interval=Interval(evaluation.eval_interval, plan.training_tokens),
         observer=observer,
         should_stop=should_stop,
+        evaluators=plan.evaluators,
         tasks=plan.tasks,
         tasks_interval=Interval(
             evaluation.eval_interval if evaluation.eval_tasks_interval is None else evaluation.eval_tasks_interval,

@@ -8,7 +8,7 @@ All functions are collective calls, and raise errors on all ranks alike.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +35,7 @@ from pretraining.data.tokenizer import load_fitting_tokenizer
 from pretraining.distributed.dims import Dims
 from pretraining.distributed.processes import Processes, gather_from_every_rank, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError, DataError, PretrainError
+from pretraining.evaluation.evaluators import Evaluators
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
 from pretraining.evaluation.tasks import Tasks
 
@@ -106,7 +107,7 @@ def open_evaluation_sources(
     dims: Dims,
     record: EvaluationRecord,
     order: int,
-    tasks: Tasks | None = None,
+    deciders: Sequence[Tasks | Evaluators | None] = (),
 ) -> tuple[list[EvaluationSource], EvaluationRecord]:
     """Open the evaluation sets: the held-out documents of all datasets, and each folder of `--eval_datasets`.
 
@@ -115,13 +116,14 @@ def open_evaluation_sources(
     Args:
         record: of the first start of the run; empty in a new run, and in a run that recorded no sets.
         order: version of the order of samples.
+        deciders: what has other numbers that `--best_by` may name.
 
     Returns:
         The sources, and the record for the run's checkpoints.
 
     Raises:
         DataError: a set has too few tokens for one sample.
-        ConfigError: `--best_by` names no set and no metric of the tasks, or a set that gets no sequence of
+        ConfigError: `--best_by` names no set and nothing of the deciders, or a set that gets no sequence of
             `eval_batches`.
     """
     asked = config.evaluation.eval_batches * batch.global_batch_size
@@ -151,7 +153,7 @@ def open_evaluation_sources(
         )
         shares = tuple(kept[each.name] for each in sets.values())
         sources.append(EvaluationSource(tuple(sets), _batch_opener(loader, processes), shares, definitions))
-    _check_best_by(config, counts, tasks)
+    _check_best_by(config, counts, [each for each in deciders if each is not None])
     for name in (name for name, count in counts.items() if count == 0):
         log.info(
             "evaluation set %s gets none of the %d sequences of an evaluation, so it has no scores", name, sequences
@@ -176,18 +178,18 @@ def _other_content(contents: dict[str, str], name: str, samples: Samples) -> dic
     return {"content": samples.content}
 
 
-def _check_best_by(config: TrainConfig, counts: dict[str, int], tasks: Tasks | None) -> None:
+def _check_best_by(config: TrainConfig, counts: dict[str, int], deciders: Sequence[Tasks | Evaluators]) -> None:
     best_by = config.evaluation.best_by
     if best_by is None or counts.get(best_by):
         return
-    if best_by in counts or tasks is None:
+    if best_by in counts or not deciders:
         raise ConfigError(
             f"--best_by={best_by} gets no sequence of --eval_batches={config.evaluation.eval_batches} batches; the "
             f"evaluation sets are {', '.join(counts)}"
         )
-    if tasks.best_by(best_by) is None:
-        there = [*counts, *tasks.rehearsal.directions]
-        raise ConfigError(f"--best_by={best_by} is no evaluation set and no metric of a task: {', '.join(there)}")
+    if all(each.best_by(best_by) is None for each in deciders):
+        there = [*counts, *(name for each in deciders for name in each.names())]
+        raise ConfigError(f"--best_by={best_by} is none of what evaluations find: {', '.join(there)}")
 
 
 def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> torch.Tensor | None:

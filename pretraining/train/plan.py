@@ -33,6 +33,7 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, on_every_rank
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError, DamagedError
+from pretraining.evaluation.evaluators import Evaluators
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource, definition_of
 from pretraining.evaluation.tasks import Tasks
 from pretraining.launch.cpu_threads import CpuThreads
@@ -79,6 +80,7 @@ class Plan:
         sources: evaluation sets.
         evaluation: what checkpoints record of the evaluation sets.
         tasks: benchmark tasks to evaluate on; None = none.
+        evaluators: user-defined evaluators; None = none.
     """
 
     config: TrainConfig
@@ -97,14 +99,16 @@ class Plan:
     evaluation: EvaluationRecord
     state: TrainState
     tasks: Tasks | None = None
+    evaluators: Evaluators | None = None
 
     @property
     def best_task(self) -> BestBy | None:
-        """Metric of a task that decides which checkpoint is best; None = the loss does, if anything."""
+        """Metric of a task or number of an evaluator that decides which checkpoint is best; None = the loss decides."""
         name = self.config.evaluation.best_by
-        if name is None or self.tasks is None or any(name in source.sets for source in self.sources):
+        if name is None or any(name in source.sets for source in self.sources):
             return None
-        return self.tasks.best_by(name)
+        found = (each.best_by(name) for each in (self.tasks, self.evaluators) if each is not None)
+        return next((each for each in found if each is not None), None)
 
     @property
     def best_set(self) -> str | None:
@@ -141,6 +145,7 @@ def plan_run(
     rollback: Rollback | None = None,
     threads: CpuThreads | None = None,
     tasks: Tasks | None = None,
+    evaluators: Evaluators | None = None,
 ) -> Plan:
     """Plan a run from its start point; a collective call.
 
@@ -148,7 +153,7 @@ def plan_run(
         config: fully resolved settings.
         rollback: as in `Plan`.
         threads: as in `restore_cpu_threads`.
-        tasks: as in `Plan`.
+        tasks, evaluators: as in `Plan`.
 
     Raises:
         DamagedError: the start point has no readable position in the data.
@@ -173,7 +178,9 @@ def plan_run(
     if rollback is not None:
         loader.skip(rollback.skipped)
     record, order = recorded_evaluation(saved), loader.order_version
-    sources, record = open_evaluation_sources(config, opened, batch, processes, dims, record, order, tasks)
+    sources, record = open_evaluation_sources(
+        config, opened, batch, processes, dims, record, order, (tasks, evaluators)
+    )
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )
@@ -203,6 +210,7 @@ def plan_run(
         sources=sources,
         evaluation=record,
         tasks=tasks,
+        evaluators=evaluators,
         state=_initial_state(config, token_schedule, training_tokens, saved, rollback),
     )
 

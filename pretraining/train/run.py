@@ -49,6 +49,7 @@ from pretraining.distributed.rendezvous import Deadline, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError, DamagedError, DivergenceError, Interrupted, Preempted
+from pretraining.evaluation.evaluators import UserEvaluator, open_evaluators
 from pretraining.evaluation.generation import TextSampler, open_sampler
 from pretraining.evaluation.tasks import open_tasks
 from pretraining.launch.cpu_threads import CpuThreads
@@ -118,6 +119,7 @@ def train(
     threads: CpuThreads | None = None,
     *,
     hook: MetricsHook | None = None,
+    evaluators: Mapping[str, UserEvaluator] = MappingProxyType({}),
     is_embedded: bool = False,
 ) -> TrainResult:
     """Train in every process of a job.
@@ -127,6 +129,7 @@ def train(
         stop_requests: None = no signals and no deadline.
         threads: CPU threads chosen for this process; None = keep the current number.
         hook: user-defined metrics.
+        evaluators: user-defined evaluators, by their names in the settings; the settings name the others' classes.
         is_embedded: whether the process belongs to a script; then a single process that hangs is not killed.
 
     Raises:
@@ -150,6 +153,7 @@ def train(
             sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
             dims = check_and_build_dims(config, processes)
             tasks = open_tasks(config, processes, dims, config.data.seq_length)
+            own = open_evaluators(config, evaluators)
             on_every_rank(requests.raise_if_signalled)
             begin(status, config, start)
             on_every_rank(requests.raise_if_pending)
@@ -159,7 +163,7 @@ def train(
                     record_environment(Path(path), 0 if start is None else start.step, layout.launcher, processes)
 
                 def build(start: CheckpointRef | None, rollback: Rollback | None) -> Run:
-                    plan = plan_run(config, processes, dims, data, start, rollback, threads, tasks)
+                    plan = plan_run(config, processes, dims, data, start, rollback, threads, tasks, own)
                     return build_run(plan, requests, status, lease, hook, sampler)
 
                 run = train_with_rollbacks(build, config, status, start)

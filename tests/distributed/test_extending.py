@@ -19,6 +19,7 @@ BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 FLAGS = [
     *("optimizer=my_optimizers:Lion", "optimizer_options=beta1=0.95,beta2=0.98", "schedule=my_schedules:triangle"),
     *("tracker=my_trackers:Csv", "extra_scores=my_scores:Surprises", "held_out_fraction=0.2", "eval_batches=2"),
+    *("evaluators=my_evaluators:Repeats", "best_by=repeats"),
     *("warmup_steps=2", "min_lr_ratio=0", "use_dummy_dataset=true", "learning_rate=1e-3"),
 ]
 
@@ -55,6 +56,8 @@ def test_user_defined_optimizer_schedule_tracker_and_score_train_and_resume_on_a
     assert surprises[0] == pytest.approx(surprises[1]) and 0 < min(surprises[0]) <= 1
     evaluations = [metrics_of(outside / name)[-1]["evaluation_custom/Surprises"] for name in ("whole", "parts")]
     assert evaluations[0] == pytest.approx(evaluations[1]) and 0 < evaluations[0] <= 1
+    repeats = [metrics_of(outside / name)[-1]["evaluation_custom/repeats"] for name in ("whole", "parts")]
+    assert repeats[0] == pytest.approx(repeats[1], abs=1e-6)
     rates = [each["learning_rate"] for each in whole]
     assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 2e-3 / 3, 1e-3 / 3, 0.0])
     rows = (outside / "parts" / "logs" / "losses.csv").read_text().splitlines()

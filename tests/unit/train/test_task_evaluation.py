@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
 from pretraining.errors import ConfigError, Preempted, PretrainError
 from pretraining.evaluation.held_out import Evaluator
+from pretraining.progress import Scores
 from pretraining.tools.commands import PageConfig
 from pretraining.tools.report import report
 from pretraining.train.plan import Plan
@@ -138,8 +139,9 @@ def interrupted_before_tasks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
     """Request a stop before the first evaluation of tasks; return a function that undoes this."""
     evaluate = Evaluator._evaluate_tasks
 
-    def interrupt(evaluator: Evaluator, state: Any) -> float | None:
-        os.kill(os.getpid(), signal.SIGTERM)
+    def interrupt(evaluator: Evaluator, state: Any) -> Scores | None:
+        if evaluator.tasks_pending:
+            os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(evaluator, state)
 
     monkeypatch.setattr(Evaluator, "_evaluate_tasks", interrupt)
@@ -173,8 +175,8 @@ def test_a_task_decides_which_checkpoint_is_best_and_manifests_list_and_retentio
     values = iter([0.5, 0.75, 0.25, 0.75])
     evaluate = Evaluator._evaluate_tasks
 
-    def scripted(evaluator: Evaluator, state: Any) -> float | None:
-        return None if evaluate(evaluator, state) is None else next(values)
+    def scripted(evaluator: Evaluator, state: Any) -> Scores | None:
+        return None if evaluate(evaluator, state) is None else Scores(None, next(values))
 
     monkeypatch.setattr(Evaluator, "_evaluate_tasks", scripted)
     run, given = tmp_path / "run", [*with_sets(root), "best_by=small_choice/acc", "eval_interval=1", "keep_last=1"]
@@ -185,7 +187,7 @@ def test_a_task_decides_which_checkpoint_is_best_and_manifests_list_and_retentio
     decided, later = (read_manifest(each.path) for each in saved)
     assert decided.best_by == {
         **{"name": "small_choice/acc", "larger_is_better": True, "definition": decided.decided_by[1]},
-        **{"value": 0.75, "best": 0.75},
+        **{"key": ACCURACY, "value": 0.75, "best": 0.75},
     }
     assert later.best_by["value"] is None and later.evaluation_loss is not None
     main(["list", str(run)])
@@ -202,7 +204,7 @@ def test_other_questions_begin_the_search_for_the_best_again_with_a_line(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = iter([0.9, 0.8, 0.7])
-    monkeypatch.setattr(Evaluator, "_evaluate_tasks", lambda evaluator, state: _finished(evaluator, next(values)))
+    monkeypatch.setattr(Evaluator, "_evaluate_tasks", lambda evaluator, state: _finished(evaluator, values))
     caplog.set_level("INFO")
     run, given = tmp_path / "run", ["best_by=small_choice/acc", "checkpoint_interval=2"]
     start(run, root, *given)
@@ -212,16 +214,18 @@ def test_other_questions_begin_the_search_for_the_best_again_with_a_line(
     assert (run / "checkpoints/best").readlink() == Path("step_6_ckp")
 
 
-def _finished(evaluator: Evaluator, value: float) -> float:
+def _finished(evaluator: Evaluator, values: Iterator[float]) -> Scores | None:
+    if not evaluator.tasks_pending:
+        return None
     evaluator.tasks_pending = False
-    return value
+    return Scores(None, next(values))
 
 
 def test_a_lower_value_is_better_where_the_harness_says_so_and_patience_counts_evaluations_of_tasks(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = iter([5.0, 4.0, 4.5, 4.25, 1.0])
-    monkeypatch.setattr(Evaluator, "_evaluate_tasks", lambda evaluator, state: _finished(evaluator, next(values)))
+    monkeypatch.setattr(Evaluator, "_evaluate_tasks", lambda evaluator, state: _finished(evaluator, values))
     given = [*with_sets(root), "best_by=small_text/bits_per_byte", "early_stopping_evaluations=2", "eval_interval=1"]
     start(tmp_path, root, *given, "num_steps=20", "checkpoint_interval=2")
     assert status_of(tmp_path)["step"] == 8
@@ -235,6 +239,7 @@ def test_a_set_named_like_a_metric_decides_in_its_place() -> None:
         config=SimpleNamespace(evaluation=SimpleNamespace(best_by="a/acc")),
         sources=[SimpleNamespace(sets=("a/acc",))],
         tasks=Mock(),
+        evaluators=None,
     )
     assert Plan.best_task.fget(plan) is None  # type: ignore[attr-defined]
     plan.sources.clear()
@@ -244,9 +249,9 @@ def test_a_set_named_like_a_metric_decides_in_its_place() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["best_by=small_choice/nothing"], "is no evaluation set and no metric of a task: small_choice/acc, "),
+        (["best_by=small_choice/nothing"], "is none of what evaluations find: small_choice/acc, "),
         (["tokenizer_path=none"], "needs a tokenizer, and neither data nor weights have one: give --tokenizer_path"),
-        (["early_stopping_evaluations=2"], "give --best_by=<task>/<metric>, or documents to evaluate on"),
+        (["early_stopping_evaluations=2"], "give --best_by=<task>/<metric> or a number of evaluators, or documents"),
         (["eval_tasks="], "give tasks, with the last one"),
     ],
 )
