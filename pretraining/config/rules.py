@@ -318,6 +318,15 @@ def _check_trackers(config: TrainConfig) -> Problems:
         yield f"--tracker_run_id={report.tracker_run_id} is for one tracker: give one of {', '.join(services)}"
 
 
+def _check_norms(config: TrainConfig) -> Problems:
+    interval, reports = config.report.norms_interval, config.report.report_interval
+    if interval and (reports.unit != "steps" or not reports.amount or interval % reports.amount):
+        yield (
+            f"--norms_interval={interval} with --report_interval={reports}: norms are part of reports: give a multiple "
+            "of a --report_interval in steps"
+        )
+
+
 def _check_window(config: TrainConfig) -> Problems:
     if config.model.model_variant is None and config.model.sliding_window is None:
         return  # weights may have one; the check runs again then
@@ -400,6 +409,7 @@ TRAINING = Rules(
         _check_trackers,
         _check_context,
         _check_float8,
+        _check_norms,
         _check_window,
         _check_addresses,
         _check_run_folder,

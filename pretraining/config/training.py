@@ -580,6 +580,11 @@ class ReportConfig:
     """Reports and trackers."""
 
     report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = only at the end")
+    norms_interval: NonNegativeInt = setting(
+        0,
+        "steps between reports of norms by block (gradient, weight, update, output); 0 = never",
+        silent_change=True,
+    )
     tracker: tuple[Annotated[str, OneOfOr(tuple(TRACKERS))], ...] = setting(
         ("tensorboard",),
         "trackers besides logs/metrics.jsonl: tensorboard, wandb, mlflow, jsonl (in tracker_dir), or "

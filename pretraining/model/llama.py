@@ -18,6 +18,8 @@ Shapes: B batch, S sequence, D hidden, F feed-forward, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -101,6 +103,8 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(block_class(shape)(shape, layer) for layer in range(shape.num_hidden_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.watch: Callable[[str, Tensor], None] | None = None
+        """Called with the output [B, S, D] of embedding, each block and norm, by name."""
 
     def forward(
         self,
@@ -119,15 +123,23 @@ class Decoder(nn.Module):
             reach = locate_documents(document_lengths, x_BSD, self.shape.head_dim)
         else:
             reach = locate_rows(shared_rows, x_BSD, self.shape.head_dim)
-        for block in self.layers:
+        watch = self.watch or _ignore
+        watch("embed", x_BSD)
+        for layer, block in enumerate(self.layers):
             x_BSD = block(x_BSD, rotation, reach)
+            watch(f"layers.{layer}", x_BSD)
         hidden_BSD: Tensor = self.norm(x_BSD)
+        watch("norm", hidden_BSD)
         return hidden_BSD
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
         """Return the first hidden states [B, S, D] of tokens [B, S]."""
         x_BSD: Tensor = self.embed_tokens(tokens_BS)
         return x_BSD if self.shape.embedding_multiplier == 1 else x_BSD * self.shape.embedding_multiplier
+
+
+def _ignore(name: str, output_BSD: Tensor) -> None:
+    """Watch nothing."""
 
 
 class DecoderBlock(nn.Module):

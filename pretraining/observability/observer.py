@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pretraining.errors import DataError
+from pretraining.observability.block_norms import BlockNorms
 from pretraining.observability.collector import Collector
 from pretraining.observability.display import Display
 from pretraining.observability.events import Events
@@ -40,6 +41,7 @@ class Observer:
         last_loss: latest reported loss, also of an earlier invocation.
         step_seconds: mean seconds per step of the latest reports of this invocation.
         newest: latest reported values of this invocation, by name.
+        norms: norms by block, for the reports of measured steps; None = none are measured.
     """
 
     interval: Interval
@@ -52,6 +54,7 @@ class Observer:
     last_loss: float | None = None
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     newest: dict[str, Any] = field(default_factory=dict)
+    norms: BlockNorms | None = None
     _unreported: tuple[TrainState, StepOutcome] | None = None
 
     @property
@@ -106,6 +109,7 @@ class Observer:
         found, span = self.collector.report(outcome)
         values: dict[str, Any] = found
         values |= self.throughput.report(state, span)  # after the all-reduce, which waits for the device
+        values |= {} if self.norms is None else self.norms.values()
         self.display.show(state.step, values)
         if self.collector.lacks_labels:
             log.info("step %d  no label in this report: %s", state.step, NO_LABELS)

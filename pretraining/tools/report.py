@@ -55,7 +55,7 @@ STYLE = """
 :root { font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 75rem; margin: auto; padding: 1rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); gap: 1rem; }
-figure { margin: 0; } figure svg { width: 100%; height: auto; }
+figure { margin: 0; } .wide { grid-column: 1 / -1; } figure svg { width: 100%; height: auto; }
 div.scroll { overflow-x: auto; } table { border-collapse: collapse; margin: 0.5rem 0 1.5rem; }
 td, th { text-align: left; padding: 0.2rem 0.8rem 0.2rem 0; border-bottom: 1px solid #8885; vertical-align: top; }
 td { overflow-wrap: anywhere; min-width: 4rem; font-variant-numeric: tabular-nums; white-space: pre-wrap; }
@@ -136,6 +136,7 @@ def render(runs: Sequence[RunRecord], sweep: Path | None = None) -> str:
     colours: dict[str, str] = {}
     plots = PLOTS if len(runs) == 1 else (replace(PLOTS[0], numbers="loss|evaluation_loss"), OF_SETS, *PLOTS[1:])
     figures = [_figure(plot, runs, colours) for plot in (*plots, *_custom_plots(runs))]
+    figures += [_norms_figure(run) for run in runs]
     sections = [
         ("", f"<ul>{notes}</ul>" if notes else ""),
         ("Sweep, the best run first", "" if sweep is None else _table(_sweep(sweep))),
@@ -193,6 +194,37 @@ def _figure(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str]) -> s
         return ""
     svg = _draw(plot, runs, colours, "svg").decode()
     return f"<figure>{svg[svg.index('<svg') :]}</figure>"
+
+
+def _norms_figure(run: RunRecord) -> str:
+    """Return gradients and outputs of all blocks over steps as HTML; empty without norms by block."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    parts = {part: [name for name in run.training if name.startswith(f"norms/{part}/")] for part in ("grad", "output")}
+    measured = np.isfinite(run.training[next(iter(parts["output"]), "step")])
+    if not all(parts.values()) or not measured.any():
+        return ""
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}):
+        figure = Figure(figsize=(12.0, 1.5 + 0.16 * max(map(len, parts.values()))), layout="constrained")
+        for axes, (part, names) in zip(figure.subplots(1, 2), parts.items(), strict=True):
+            norms = np.stack([run.training[name][measured] for name in names])
+            steps = run.training["step"][measured]
+            with np.errstate(divide="ignore"):
+                image = axes.pcolormesh(np.arange(len(steps) + 1), np.arange(len(names) + 1), np.log10(norms))
+            axes.set_yticks(np.arange(len(names)) + 0.5, [name.rpartition("/")[2] for name in names])
+            places = np.unique(np.linspace(0, len(steps) - 1, 6).astype(int))
+            axes.set_xticks(places + 0.5, [f"{steps[place]:.0f}" for place in places])
+            axes.invert_yaxis()
+            figure.colorbar(image, ax=axes, label="log10")
+            axes.set_title(
+                f"{run.name}: {'gradient norm' if part == 'grad' else 'root mean square of the output'} by block"
+            )
+            axes.set_xlabel("step")
+        content = io.StringIO()
+        figure.savefig(content, format="svg", metadata={"Date": None})
+    svg = content.getvalue()
+    return f'<figure class="wide">{svg[svg.index("<svg") :]}</figure>'
 
 
 def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: str) -> bytes:

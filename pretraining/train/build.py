@@ -49,6 +49,7 @@ from pretraining.evaluation.held_out import EarlyStopping, Evaluator
 from pretraining.files import writing_into
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
+from pretraining.observability.block_norms import BlockNorms
 from pretraining.observability.collector import Collector
 from pretraining.observability.display import Display, choose_display
 from pretraining.observability.events import Events
@@ -262,6 +263,7 @@ def _build_context(
         conditions = {"phases": len(plan.loader.reader.mixture.phases), "document_mask": config.data.document_mask}
         spikes = SpikeDetector(config.guard.spike_threshold, config.guard.spike_window, device, conditions)
     shard_group, sources = plan.dims.group("shard"), plan.loader.reader.sources
+    interval = config.report.norms_interval
     metrics = on_every_rank(lambda: Metrics(config.evaluation.extra_scores, hook, model.module))
     return StepContext(
         model=model,
@@ -274,6 +276,7 @@ def _build_context(
         scaler=LossScaler(device) if compute_dtype(config.parallel, device) == torch.float16 else None,
         collector=Collector(metrics, [source.name for source in sources], optimizer, shard_group),
         activity=plan.processes.activity,
+        norms=BlockNorms(interval, model.module, model.parameters, shard_group) if interval else None,
     )
 
 
@@ -300,6 +303,7 @@ def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, even
         trackers=on_every_rank(lambda: open_all() if processes.is_main else Trackers()),
         events=events,
         last_loss=None if plan.restored is None else plan.restored.manifest.loss,
+        norms=context.norms,
     )
 
 

@@ -23,6 +23,7 @@ from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel
 from pretraining.distributed.processes import Activity
+from pretraining.observability.block_norms import BlockNorms
 from pretraining.observability.collector import Collector
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.optimizer import update
@@ -42,6 +43,7 @@ class StepContext:
         scaler: for float16; None = no scaling.
         collector: gets the outputs of each micro-batch.
         activity: progress marker for the watchdog, updated at each micro-batch.
+        norms: norms by block; None = they are not measured.
     """
 
     model: ParallelModel
@@ -54,6 +56,7 @@ class StepContext:
     spikes: SpikeDetector | None = None
     scaler: LossScaler | None = None
     activity: Activity = field(default_factory=Activity)
+    norms: BlockNorms | None = None
 
 
 def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:
@@ -70,8 +73,11 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     token_count = dist.all_reduce(valid_tokens, async_op=True) if dist.get_world_size() > 1 else None
     loss_sum = torch.zeros((), dtype=torch.float32, device=context.device)
     scale = 1.0 if context.scaler is None else context.scaler.scale
+    norms = context.norms if context.norms is not None and context.norms.begin(step) else None
     for index, micro_batch in enumerate(context.activity.watch(micro_batches)):
         context.model.next_backward(is_last=index == len(micro_batches) - 1)
+        if norms is not None:
+            norms.watch(inputs[index].labels_BS)
         outputs = context.model.module(*inputs[index])
         context.collector.add(outputs, inputs[index], micro_batch)
         if token_count is not None and index == 0:
@@ -81,6 +87,8 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
         outputs.objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * outputs.objective_sum.detach())
         loss_sum += outputs.objective_sum.detach() - outputs.z_loss_sum
     context.model.finish_gradients()
+    if norms is not None:
+        norms.take_gradients(scale)
     gradients = local_gradients(context.model.parameters.values())
     norm = gradient_norm(gradients, context.shard_group) / scale
     clip_gradients(gradients, norm, context.grad_clip_thresh, scale)
@@ -93,5 +101,7 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
         context.spikes.remember(verdict.loss, skipped)
     learning_rate = context.learning_rate.apply(context.optimizer, step)
     update(context.optimizer, skipped)
+    if norms is not None:
+        norms.finish()
     context.optimizer.zero_grad(set_to_none=True)
     return StepOutcome(loss_sum, valid_tokens, norm, skipped, learning_rate, verdict, rescaled)

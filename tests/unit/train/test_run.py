@@ -307,3 +307,8 @@ def test_a_length_that_ends_before_the_start_point_is_logged_with_what_it_counts
     said = "".join(capsys.readouterr())
     assert "at step 8 of 4" in said and "--num_steps counts from step 0" in said and "above 8" in said
     assert started_at(tmp_path / "annealed") == 8
+
+
+def test_a_start_refuses_float8_on_a_device_without_it(tmp_path: Path) -> None:
+    model = [flag for flag in TINY if flag != "mixed_precision=false"]
+    assert "--float8=rowwise needs a GPU with float8 hardware" in str(refusal(tmp_path, "float8=rowwise", model=model))
