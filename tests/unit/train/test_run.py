@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from training_runs import (
+    TINY,
     VOCABULARY,
     events_of,
     losses_of,
