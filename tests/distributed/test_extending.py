@@ -138,3 +138,19 @@ def test_a_block_shares_sequences_with_other_ranks_unless_its_attention_is_anoth
     refused = run_pretrain(outside, "train", *own, processes=2, check=False)
     assert refused.returncode == 1
     assert "own_attention:Block has no module of pretraining.model.attention.Attention" in refused.stderr
+
+
+def test_an_error_of_an_evaluator_on_one_rank_ends_all_with_its_name(outside: Path) -> None:
+    (outside / "broken.py").write_text(
+        "import torch\n\n\n"
+        "class Broken:\n"
+        "    def __call__(self, model, tokenizer, step):\n"
+        "        model(torch.zeros(1, 8, dtype=torch.int64))\n"
+        "        if torch.distributed.get_rank() == 1:\n"
+        "            raise ValueError('a bug')\n"
+        "        return {'fine': 1.0}\n"
+    )
+    flags = [*TINY, "use_dummy_dataset=true", "num_steps=2", "evaluators=broken:Broken", "ckpt_save_path=none"]
+    done = run_pretrain(outside, "train", *flags, processes=2, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "--evaluators=broken:Broken fails: ValueError: a bug (" in done.stderr and "broken.py, line 8)" in done.stderr
