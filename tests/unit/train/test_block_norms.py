@@ -18,6 +18,8 @@ from pretraining.observability.block_norms import BlockNorms, _block_of
 from pretraining.tools.commands import PageConfig
 from pretraining.tools.report import report
 
+pytestmark = pytest.mark.thorough
+
 PARTS = ("grad", "weight", "update", "ratio", "output")
 BLOCKS = ["embed", "layers.0", "layers.1", "layers.2", "norm", "head"]
 

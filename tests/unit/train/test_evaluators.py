@@ -22,6 +22,8 @@ from pretraining.config.command_line import load_train_config
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import ConfigError
 
+pytestmark = pytest.mark.thorough
+
 MODULE = """
 import random
 import numpy as np

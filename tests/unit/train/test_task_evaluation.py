@@ -31,6 +31,8 @@ from pretraining.tools.commands import PageConfig
 from pretraining.tools.report import report
 from pretraining.train.plan import Plan
 
+pytestmark = pytest.mark.thorough
+
 MODEL = [flag for flag in TINY if not flag.startswith("vocab_size=")]
 ACCURACY = "evaluation_task/small_choice/acc"
 
