@@ -317,17 +317,18 @@ class Evaluator:
 
     def run_pending(self, state: TrainState) -> Scores | None:
         """Do the evaluations that are pending, until a stop is requested; None = nothing was evaluated."""
-        found: list[Scores] = []
         with self.evaluation_mode() if self.pending or self.tasks_pending else nullcontext():
-            for evaluate_pending in (self._evaluate_sets, self._evaluate_tasks):
-                if (scores := evaluate_pending(state)) is not None:
-                    found.append(scores)
+            of_sets, of_tasks = self._evaluate_sets(state), self._evaluate_tasks(state)
+            found = [each for each in (of_sets, of_tasks) if each is not None]
             if not found:
                 return None
             of_all = (next((each for each in part if each is not None), None) for part in zip(*found, strict=True))
             scores = Scores(*of_all)
             self.early_stopping.count_evaluation(scores, state)  # may finish the run, whose end generates the last text
-            if self.sampler is not None and not state.finished:
+            if state.early_end and self.tasks is not None and of_tasks is None:
+                self.tasks_pending = True  # the end of the run has come
+                self._evaluate_tasks(state)
+            if self.sampler is not None and not state.finished and not state.preempted:
                 with self.observer.stopwatch.measure("evaluation"):
                     self.sampler.show(self.model, self.device, state.step, self.observer.events)
         return scores

@@ -236,6 +236,12 @@ def test_a_lower_value_is_better_where_the_harness_says_so_and_patience_counts_e
     assert (tmp_path / "checkpoints/best").readlink() == Path("step_4_ckp")
 
 
+def test_a_run_that_stops_early_is_evaluated_on_tasks_at_its_end(root: Path, tmp_path: Path) -> None:
+    given = [*with_sets(root), "early_stopping_evaluations=1", "learning_rate=0", "num_steps=9"]
+    start(tmp_path, root, *given, "eval_tasks_interval=0")
+    assert status_of(tmp_path)["step"] == 4 and [step for step, _ in task_lines(tmp_path)] == [4]
+
+
 def test_a_set_named_like_a_metric_decides_in_its_place() -> None:
     plan: Any = SimpleNamespace(
         config=SimpleNamespace(evaluation=SimpleNamespace(best_by="a/acc")),
