@@ -296,7 +296,7 @@ class BestBy(NamedTuple):
     name: str
     larger_is_better: bool
     definition: str
-    key: str = ""
+    key: str
 
     def cost(self, value: float) -> float:
         """Return a number that is lower for a better value."""

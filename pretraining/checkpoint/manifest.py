@@ -224,10 +224,15 @@ class Manifest:
         return self.kind == "final" and not self.has_pending_evaluation
 
     @property
+    def pending(self) -> tuple[str, ...]:
+        """Keys of the evaluations of these weights that are due and not done, on sets and on tasks."""
+        state = self._state_of(EVALUATION_STATE)
+        return tuple(key for key in (PENDING_EVALUATION, PENDING_TASKS) if state.get(key))
+
+    @property
     def has_pending_evaluation(self) -> bool:
         """Whether an evaluation of these weights is due and not done."""
-        state = self._state_of(EVALUATION_STATE)
-        return bool(state.get(PENDING_EVALUATION) or state.get(PENDING_TASKS))
+        return bool(self.pending)
 
     def _state_of(self, name: str) -> dict[str, Any]:
         kept = self.state.get(name)

@@ -88,15 +88,8 @@ class Evaluators:
 
 def line_of(values: Mapping[str, float]) -> list[str]:
     """Return the log line of the values of evaluators; none without values."""
-    return (
-        [
-            "  ".join(
-                ["evaluation_custom", *(f"{name.removeprefix(VALUES)} {value:.4g}" for name, value in values.items())]
-            )
-        ]
-        if values
-        else []
-    )
+    parts = [f"{name.removeprefix(VALUES)} {value:.4g}" for name, value in values.items()]
+    return ["  ".join(("evaluation_custom", *parts))] if parts else []
 
 
 def _call(

@@ -18,12 +18,13 @@ from pretraining.distributed.dims import Dims
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError
 from pretraining.evaluation.scoring import Score, Scorer
+from pretraining.observability.display import TASK
 from pretraining.progress import BestBy
 
 if TYPE_CHECKING:
     from pretraining.evaluation.harness import Harness
 
-NAME = "evaluation_task/"
+NAME = f"evaluation_{TASK}"
 """Beginning of the names of values."""
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 REDRAW_SECONDS = 0.1
 COLUMNS, BAR_COLUMNS = 80, 20
 CUSTOM = "custom/"
+TASK = "task/"
 """Prefix of the names of user-defined metrics and scores."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from pretraining.errors import DataError
 from pretraining.observability.block_norms import BlockNorms
 from pretraining.observability.collector import Collector
-from pretraining.observability.display import Display
+from pretraining.observability.display import TASK, Display
 from pretraining.observability.events import Events
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
@@ -100,7 +100,7 @@ class Observer:
         for line in lines:
             log.info("step %d  %s", progress.steps, line)
         tracked = self._track(progress, values)
-        shown = ("evaluation_loss", "evaluation_task/")
+        shown = ("evaluation_loss", f"evaluation_{TASK}")
         self.events.add(
             "evaluation", progress.steps, **{name: tracked[name] for name in tracked if name.startswith(shown)}
         )

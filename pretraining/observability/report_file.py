@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.files import check_regular, exists, parse_json
+from pretraining.observability.display import TASK
 from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ def is_evaluation(report: Mapping[str, Any]) -> bool:
 
 def number_in_step(report: Mapping[str, Any]) -> int:
     """Return the place of a line among those of its step: 0 = report, 1 = evaluation on sets, 2 = on tasks."""
-    is_of_tasks = any(name.startswith("evaluation_task/") for name in report)
+    is_of_tasks = any(name.startswith(f"evaluation_{TASK}") for name in report)
     return 2 if is_of_tasks else int(is_evaluation(report))
 
 

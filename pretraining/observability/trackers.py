@@ -16,7 +16,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -38,6 +38,7 @@ from pretraining.observability.report_file import (
     number_in_step,
     read_lines,
 )
+from pretraining.progress import PENDING_EVALUATION, PENDING_TASKS
 
 log = logging.getLogger(__name__)
 
@@ -210,13 +211,13 @@ class Trackers:
 
 
 def open_trackers(
-    config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any], repeats: Sequence[str] = ()
+    config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any], pending: Collection[str] = ()
 ) -> Trackers:
     """Open metrics.jsonl in the run's folder, if there is one, and start the trackers of the settings.
 
     Args:
         run_ids: `Trackers.state_dict` of the restored checkpoint.
-        repeats: which of `repeats_evaluation` and `repeats_tasks` of `TrackedRun` are true.
+        pending: keys of the evaluations that the run repeats (`Manifest.pending`).
 
     Raises:
         ConfigError: a file is not writable, or a tracker or its package is missing.
@@ -232,8 +233,8 @@ def open_trackers(
         name=report.tracker_run_name or run.name or run.resolve().name,
         folder=folder,
         restored_step=restored_step,
-        repeats_evaluation="repeats_evaluation" in repeats,
-        repeats_tasks="repeats_tasks" in repeats,
+        repeats_evaluation=PENDING_EVALUATION in pending,
+        repeats_tasks=PENDING_TASKS in pending,
     )
     trackers = Trackers(ids={name: run_id for name, run_id in run_ids.items() if isinstance(run_id, str)})
     try:

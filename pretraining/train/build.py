@@ -69,7 +69,7 @@ from pretraining.optim.state import (
     has_tensors,
     materialise_state,
 )
-from pretraining.progress import PENDING_EVALUATION, PENDING_TASKS, Interval
+from pretraining.progress import Interval
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.messages import changed_settings, log_plan
@@ -283,13 +283,11 @@ def _build_context(
 def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, events: Events) -> Observer:
     # A resumed run keeps its tracker ids. A run that starts from another run's checkpoint gets new ones.
     own = plan.restored.manifest if plan.restored is not None and plan.restored.is_own else None
-    run_ids = own.state.get(TRACKERS_STATE, {}) if own else {}
-    names = {"repeats_evaluation": PENDING_EVALUATION, "repeats_tasks": PENDING_TASKS}
-    repeats = [name for name, key in names.items() if own and own.state.get(EVALUATION_STATE, {}).get(key)]
+    run_ids, pending = (own.state.get(TRACKERS_STATE, {}), own.pending) if own else ({}, ())
     config, processes, state = plan.config, plan.processes, plan.state
 
     def open_all() -> Trackers:
-        return open_trackers(config, state.step, run_ids, repeats)
+        return open_trackers(config, state.step, run_ids, pending)
 
     display, shows_step_time = Display(), config.data.use_dummy_dataset
     if processes.is_main:
