@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, Literal, Protocol, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from pretraining.errors import CheckpointError, DataError, PathError, PretrainError
@@ -31,6 +31,7 @@ from pretraining.errors import CheckpointError, DataError, PathError, PretrainEr
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+AnyLocation = TypeVar("AnyLocation", bound="Location")
 
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
 CHECKSUM = "checksum"
@@ -62,16 +63,50 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LFS_REMEDY = "Run `git lfs pull` in its repository to fetch the file itself"
 
 
+class Location(Protocol):
+    """A path on a disk, or in an object store (`object_store.StorePath`)."""
+
+    @property
+    def name(self) -> str:
+        """Last part."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All parts."""
+
+    @property
+    def parent(self) -> Self:
+        """The folder that holds the path."""
+
+    def __truediv__(self, name: str, /) -> Self:
+        """Return a path in this folder."""
+
+    def with_suffix(self, suffix: str) -> Self:
+        """Return the path with another suffix."""
+
+    def absolute(self) -> Self:
+        """Return the absolute path."""
+
+    def stat(self) -> os.stat_result:
+        """Return kind and size; raise an OSError if there is nothing."""
+
+    def iterdir(self) -> Iterator[Self]:
+        """Yield the entries of a folder."""
+
+    def open(self, mode: Literal["rb"]) -> IO[bytes]:
+        """Open a small file."""
+
+
 # Reading
 
 
-def is_folder(path: Path) -> bool:
+def is_folder(path: Location) -> bool:
     """Return whether a path is a folder; a PathError if permissions do not allow to tell."""
     status = _status(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def is_file(path: Path) -> bool:
+def is_file(path: Location) -> bool:
     """Return whether a path is a regular file; a PathError if permissions do not allow to tell."""
     status = _status(path)
     return status is not None and stat.S_ISREG(status.st_mode)
@@ -82,12 +117,12 @@ def real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def exists(path: Path) -> bool:
+def exists(path: Location) -> bool:
     """Return whether a path exists; a PathError if permissions do not allow to tell."""
     return _status(path) is not None
 
 
-def entries_of(folder: Path) -> list[Path]:
+def entries_of(folder: AnyLocation) -> list[AnyLocation]:
     """Return the entries of a folder, in the file system's order; a PathError if they cannot be listed."""
     try:
         return list(folder.iterdir())
@@ -95,7 +130,7 @@ def entries_of(folder: Path) -> list[Path]:
         raise path_error(error, folder) from None
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _status(path: Location) -> os.stat_result | None:
     try:
         return path.stat()
     except ValueError:  # the path contains a null character
@@ -106,11 +141,12 @@ def _status(path: Path) -> os.stat_result | None:
         raise path_error(error, path) from None
 
 
-def path_error(error: OSError, path: Path | str | None = None) -> PathError:
+def path_error(error: OSError, path: Location | str | None = None) -> PathError:
     """Convert an OSError into an error for users; the path is the error's own, if it has one."""
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
     return PathError(
-        f"cannot be used: {reason_of(error)}. Check the path and its permissions, or give another one", path=place
+        f"cannot be used: {reason_of(error)}. Check the path and its permissions, or give another one",
+        path=None if place is None else str(place),
     )
 
 
@@ -119,12 +155,12 @@ def reason_of(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def check_regular(path: Path | str) -> None:
+def check_regular(path: Location | str) -> None:
     """Raise an OSError unless a path is a regular file; call it before opening untrusted files.
 
     Opening a pipe blocks until another process writes, and some devices are endless.
     """
-    mode = Path(path).stat().st_mode
+    mode = (Path(path) if isinstance(path, str) else path).stat().st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
@@ -144,7 +180,7 @@ def check_replaceable(path: Path, beginning: bytes = b"") -> None:
             raise OSError(errno.EEXIST, "a file with other content exists", str(path))
 
 
-def lfs_pointer_hint(path: Path) -> str:
+def lfs_pointer_hint(path: Location) -> str:
     """Return the problem and the remedy of a file that is a Git LFS pointer, for its error; empty for other files."""
     try:
         check_regular(path)
@@ -155,7 +191,7 @@ def lfs_pointer_hint(path: Path) -> str:
     return f"it is a Git LFS pointer. {LFS_REMEDY}" if is_pointer else ""
 
 
-def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
+def read_file(path: Location, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
     """Read a whole file, with retries.
 
     Raises:
@@ -232,12 +268,12 @@ def address_problem(address: str) -> str | None:
     )
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Location) -> Any:
     """Read an untrusted JSON file; raises as `read_file` and `parse_json`."""
     return parse_json(read_file(path, LARGEST_JSON_BYTES))
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Location) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing or damaged, or holds something else.
 
     Raises:

@@ -1,27 +1,35 @@
 """Folder in an object store. pyarrow connects to S3, Google Cloud Storage, Azure and disks.
 
     Store("s3://bucket/runs/mine").read("config.yaml")
+    read_json(location("s3://bucket/tokens?region=eu-west-1") / "web/prepare.json")
 
-Credentials come from the environment. Calls fail with a `StoreError`; `Store.retry` repeats them.
+Credentials come from the environment. Calls fail with a `StoreError`; `Store.retry` repeats them. A `StorePath` is used
+like a `Path`, and repeats its calls itself. A disk's file:// is a `Path`.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
+import io
 import logging
+import os
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import count
+from pathlib import Path, PurePosixPath
 from time import monotonic
 from typing import TypeVar
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pyarrow.fs
 from pyarrow.lib import ArrowException
 
 from pretraining.errors import PretrainError
-from pretraining.files import address_problem
+from pretraining.files import Location, address_problem, is_address
 
 T = TypeVar("T")
 
@@ -31,6 +39,10 @@ PIECE_BYTES = 2**22
 LOG_SECONDS = 60.0
 """Time between two log lines about a failing store."""
 LONGEST_PAUSE_SECONDS = 30.0
+TRIES_OF_PATH = 5
+"""Tries of a call of a `StorePath`, within about 15 seconds of pauses."""
+_LARGEST = 2**30 + 1
+_NEVER = threading.Event()
 
 
 class StoreError(PretrainError):
@@ -54,8 +66,13 @@ class Store:
             raise StoreError(f"an address that {problem}")
         self.address = address.partition("?")[0].rstrip("/")
         self.problem = ""
+        self._given = address
+        self.connect()
+
+    def connect(self) -> None:
+        """Connect again, with the credentials that the environment gives now."""
         with self._as_store_error(""):
-            self._system, self._root = _connect(address)
+            self._system, self._root = _connect(self._given)
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small object; None if the object does not exist."""
@@ -63,6 +80,32 @@ class Store:
         with self._as_store_error(name), suppress(FileNotFoundError), self._system.open_input_stream(path) as stream:
             return bytes(stream.read())
         return None
+
+    def open(self, name: str) -> tuple[pyarrow.NativeFile, int] | None:
+        """Open an object for reading by position; None if the object does not exist.
+
+        Returns:
+            The file, and the object's tag: a hash below 2**63 of what the store says of its version (its own tag, size
+            and time). Another version of an object has another tag.
+        """
+        with self._as_store_error(name), suppress(FileNotFoundError):
+            file = self._system.open_input_file(self._path(name))
+            told = repr(sorted(file.metadata().items())).encode()
+            return file, int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+        return None
+
+    def tag(self, name: str) -> int:
+        """Return the tag of an object's version, as `open` does; 0 if the object does not exist."""
+        opened = self.open(name)
+        return 0 if opened is None else opened[1]
+
+    def read_at(self, name: str, file: pyarrow.NativeFile, begin: int, size: int) -> bytes:
+        """Return some bytes of an opened object; a StoreError if the answer is shorter."""
+        with self._as_store_error(name):
+            content = bytes(file.read_at(size, begin))
+            if len(content) < size:
+                raise OSError(f"the answer has {len(content):,} of {size:,} bytes from byte {begin:,} on")
+            return content
 
     def read_range(self, name: str, begin: int, size: int) -> bytes:
         """Return some bytes of an object; fewer at its end."""
@@ -83,11 +126,20 @@ class Store:
 
     def sizes(self) -> dict[str, int]:
         """Return the size of every object by its name."""
-        selector = pyarrow.fs.FileSelector(self._root, recursive=True, allow_not_found=True)
-        with self._as_store_error(""):
+        return {name: info.size for name, info in self.entries().items() if info.is_file}
+
+    def entries(self, folder: str = "", *, recursive: bool = True) -> dict[str, pyarrow.fs.FileInfo]:
+        """Return what the store says of the objects and folders in a folder, by their names in it."""
+        root = self._path(folder)
+        selector = pyarrow.fs.FileSelector(root, recursive=recursive, allow_not_found=True)
+        with self._as_store_error(folder):
             found = self._system.get_file_info(selector)
-        files = [info for info in found if info.type == pyarrow.fs.FileType.File]
-        return {info.path.removeprefix(self._root).lstrip("/"): info.size for info in files}
+        return {info.path.removeprefix(root).lstrip("/"): info for info in found}
+
+    def info(self, name: str) -> pyarrow.fs.FileInfo:
+        """Return what the store says of an object or folder."""
+        with self._as_store_error(name):
+            return self._system.get_file_info(self._path(name))
 
     def write(self, name: str, pieces: Iterable[bytes]) -> None:
         """Write an object, and compare its size; errors of `pieces` are raised as they are."""
@@ -137,6 +189,8 @@ class Store:
             except StoreError as error:
                 if number == tries or stop.is_set():
                     raise
+                with suppress(StoreError):
+                    self.connect()  # temporary credentials may have expired
                 if monotonic() - logged >= LOG_SECONDS:
                     logged = monotonic()
                     log.warning("%s; trying again", error)
@@ -157,6 +211,131 @@ class Store:
             raise StoreError(f"cannot be used: {self.problem}", path=f"{self.address}/{name}") from error
 
 
+class StorePath:
+    """A file or folder in a store, used like a `Path`. There are no links, and no empty folders.
+
+    Its text, in messages and keys, is the address without the query.
+
+    Raises:
+        StoreError: (calls that read) the store has failed several times.
+    """
+
+    def __init__(self, address: str) -> None:
+        base, mark, query = address.partition("?")
+        scheme, _, place = base.partition("://")
+        bucket, _, self._path = place.strip("/").partition("/")
+        self._bucket, self._query = f"{scheme}://{bucket}", mark + query
+
+    def __str__(self) -> str:
+        return f"{self._bucket}/{self._path}".rstrip("/")
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(f"{self}/{name}{self._query}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorePath) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    @property
+    def address(self) -> str:
+        """The address with its query."""
+        return f"{self}{self._query}"
+
+    @property
+    def identity(self) -> str:
+        """Scheme, endpoint, bucket and name."""
+        return f"{self} {dict(parse_qsl(self._query.lstrip('?'))).get('endpoint_override', '')}".rstrip()
+
+    @property
+    def name(self) -> str:
+        """Last part."""
+        return self.parts[-1]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The bucket and the parts of the path in it."""
+        return (self._bucket, *filter(None, self._path.split("/")))
+
+    @property
+    def parent(self) -> StorePath:
+        """The folder that holds this path; the bucket is its own."""
+        return StorePath(f"{'/'.join(self.parts[:-1] or self.parts)}{self._query}")
+
+    def with_suffix(self, suffix: str) -> StorePath:
+        """Return the path with another suffix."""
+        return self.parent / PurePosixPath(self.name).with_suffix(suffix).name
+
+    def absolute(self) -> StorePath:
+        """Return the path itself."""
+        return self
+
+    def stat(self) -> os.stat_result:
+        """Return kind and size; raise a FileNotFoundError if there is nothing."""
+        info = self.ask(lambda store: store.info(self._path))
+        if info.type == pyarrow.fs.FileType.NotFound:
+            raise FileNotFoundError(2, os.strerror(2), str(self))
+        mode = stat.S_IFREG if info.is_file else stat.S_IFDIR
+        return os.stat_result((mode, 0, 0, 0, 0, 0, info.size or 0, 0, 0, 0))
+
+    def iterdir(self) -> Iterator[StorePath]:
+        """Yield the entries of a folder."""
+        yield from (self / name for name in self.ask(lambda store: store.entries(self._path, recursive=False)))
+
+    def files(self) -> dict[str, int]:
+        """Return the sizes of all files below a folder, by their names in it."""
+        entries = self.ask(lambda store: store.entries(self._path))
+        return {name: info.size for name, info in entries.items() if info.is_file}
+
+    def open(self, mode: str = "rb") -> io.BytesIO:
+        """Return the content of a small file."""
+        with self.open_ranges()[0] as file:
+            return io.BytesIO(self.read(file, 0, min(file.size(), _LARGEST)))
+
+    def open_ranges(self) -> tuple[pyarrow.NativeFile, int]:
+        """Return the file for reading by position, and its tag; raise a FileNotFoundError if there is none."""
+        opened = self.ask(lambda store: store.open(self._path))
+        if opened is None:
+            raise FileNotFoundError(2, os.strerror(2), str(self))
+        return opened
+
+    def tag(self) -> int:
+        """Return the tag of the file's version (`Store.open`); 0 if there is none."""
+        return self.ask(lambda store: store.tag(self._path))
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the content of a file in order."""
+        file, _ = self.open_ranges()
+        with file:
+            for begin in range(0, file.size(), PIECE_BYTES):
+                yield self.read(file, begin, min(PIECE_BYTES, file.size() - begin))
+
+    def read(self, file: pyarrow.NativeFile, begin: int, size: int) -> bytes:
+        """Return some bytes of the opened file."""
+        return self.ask(lambda store: store.read_at(self._path, file, begin, size))
+
+    def ask(self, action: Callable[[Store], T], stop: threading.Event = _NEVER, tries: int = TRIES_OF_PATH) -> T:
+        """Call the store, as `Store.retry` does."""
+        store = _store(f"{self._bucket}{self._query}")
+        return store.retry(lambda: action(store), stop, tries)
+
+
+_store = cache(Store)
+
+
+def location(path: str) -> Location:
+    """Return the place that a user names: on a disk, also for file://, or in a store."""
+    if path.startswith("file://"):
+        return Path(unquote(urlsplit(path).path))
+    return StorePath(path) if is_address(path) else Path(path).expanduser()
+
+
+def text_of(place: Location) -> str:
+    """Return the path or address that `location` reads."""
+    return place.address if isinstance(place, StorePath) else str(place)
+
+
 def _connect(address: str) -> tuple[pyarrow.fs.FileSystem, str]:
     """Return the file system of an address, and the path in it."""
     parts = urlsplit(address)
@@ -165,10 +344,13 @@ def _connect(address: str) -> tuple[pyarrow.fs.FileSystem, str]:
         return system, path.rstrip("/")
     query = dict(parse_qsl(parts.query))
     if not query.keys() & {"region", "endpoint_override"}:
-        query["region"] = pyarrow.fs.resolve_s3_region(parts.netloc)
+        query["region"] = _region_of(parts.netloc)
     # By default, a stream of a slow store buffers whole files, and a request times out after three seconds.
     system = pyarrow.fs.S3FileSystem(background_writes=False, connect_timeout=10, request_timeout=60, **query)
     return system, f"{parts.netloc}{parts.path}".rstrip("/")
+
+
+_region_of = cache(pyarrow.fs.resolve_s3_region)
 
 
 def exit_without_waiting() -> None:

@@ -28,8 +28,9 @@ from pretraining.data.sampling.token_stream import (
 )
 from pretraining.data.storage.bin_counts import BinCounts
 from pretraining.data.storage.dataset_files import DatasetFiles
-from pretraining.data.storage.document_reader import DocumentReader, OpenFiles, open_files
+from pretraining.data.storage.document_reader import DocumentReader
 from pretraining.data.storage.index import Index
+from pretraining.data.storage.open_files import OpenFiles, open_files
 
 SplitName = Literal["train", "held_out"]
 

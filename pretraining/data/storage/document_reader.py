@@ -3,16 +3,12 @@
     spans of many rows --index, all at once--> file offset, tokens and batch position of each piece
                        --runs: pieces of a row that lie in one file--> one read per piece, or one read per run
 
-`preadv` reads files straight into the batch if types agree. Files are not mapped, so a truncated file is an error, not
-a crash. Threads share open files, whose number is bounded. Short documents that lie near each other are copied from
-one read.
+Files are read straight into the batch if types agree. Threads share open files (open_files.py). Short documents that
+lie near each other are copied from one read.
 """
 
 from __future__ import annotations
 
-import os
-import resource
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,58 +18,13 @@ from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import VIRTUAL_BOS, Index
-from pretraining.data.threads import RecentlyUsed
+from pretraining.data.storage.open_files import OpenFile, OpenFiles
 from pretraining.errors import DataError
-from pretraining.files import check_regular
 
 _TYPES = {sign * width: np.dtype(f"<{kind}{width}") for width in (1, 2, 4, 8) for sign, kind in ((1, "u"), (-1, "i"))}
 """Integer types by their bytes; negative = sign-extended."""
 _STRETCH_BYTES_PER_PIECE = 4096
 """Bytes per piece up to which one read of a run is cheaper than one read per piece."""
-
-
-class OpenFile:
-    """A file opened for reading by position, closed with the last reference to it."""
-
-    def __init__(self, path: str, size: int, ending: bytes = b"") -> None:
-        """Open a token file; raise a DataError if it is missing, or has another size or a wrong ending."""
-        self.path = path
-        try:
-            check_regular(path)
-            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            weakref.finalize(self, os.close, self._descriptor).atexit = False  # threads may still read at exit
-            found = os.fstat(self._descriptor).st_size
-        except OSError as error:
-            raise DataError(f"cannot be opened: {error.strerror}", path=path) from error
-        if found != size:
-            raise DataError(f"changed since the job began: it had {size:,} bytes and now has {found:,}", path=path)
-        tail = bytearray(len(ending))
-        self.read_into(memoryview(tail), size - len(tail))
-        if tail != ending:
-            raise DataError("damaged: it lacks the ending of files of its format", path=path)
-
-    def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` (bytes) from a position of the file; raise a DataError if it is unreadable or too short."""
-        while len(target):
-            try:
-                count = os.preadv(self._descriptor, [target], offset)
-            except OSError as error:
-                raise DataError(f"cannot be read at byte {offset:,}: {error.strerror}", path=self.path) from error
-            if count == 0:
-                end = os.fstat(self._descriptor).st_size
-                raise DataError(f"truncated: it ends at byte {end:,}, before its documents do", path=self.path)
-            target, offset = target[count:], offset + count
-
-
-OpenFiles = RecentlyUsed[OpenFile]
-
-
-def open_files(limit: int | None = None) -> OpenFiles:
-    """Make a cache of open files; the default limit is half of the process's limit, at most 4096."""
-    if limit is None:
-        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 2))
-    return RecentlyUsed(limit, cost=lambda _: 1)
 
 
 @dataclass(frozen=True)

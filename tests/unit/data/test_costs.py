@@ -20,8 +20,8 @@ from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.sampling.token_stream import order_cache
-from pretraining.data.storage.document_reader import open_files
 from pretraining.data.storage.index import Split
+from pretraining.data.storage.open_files import open_files
 
 BATCH = 8
 

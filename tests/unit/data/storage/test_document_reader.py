@@ -17,8 +17,9 @@ from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import list_datasets
-from pretraining.data.storage.document_reader import DocumentReader, OpenFile, open_files
+from pretraining.data.storage.document_reader import DocumentReader
 from pretraining.data.storage.index_files import build_index
+from pretraining.data.storage.open_files import OpenFile, open_files
 from pretraining.errors import DataError
 
 ARROW = ArrowFormat(DataConfig())
