@@ -37,7 +37,7 @@ class PretrainError(Exception):
 
     Args:
         text: what happened, and the remedy.
-        path: file or folder at fault; the message begins with it.
+        path: file or folder at fault, or its address; the message begins with it.
         row: document in that file.
 
     Attributes:
@@ -50,10 +50,10 @@ class PretrainError(Exception):
     is_everywhere: bool = False
     exit_code: int = 1
 
-    def __init__(self, text: str = "", *, path: str | Path | None = None, row: int | None = None) -> None:
+    def __init__(self, text: str = "", *, path: object = None, row: int | None = None) -> None:
         place = "" if path is None else f"{path}: " if row is None else f"{path}, row {row}: "
         super().__init__(without_credentials(place + text))
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(str(path))
         self.row = row
 
     @property

@@ -41,6 +41,8 @@ LOG_SECONDS = 60.0
 LONGEST_PAUSE_SECONDS = 30.0
 TRIES_OF_PATH = 5
 """Tries of a call of a `StorePath`, within about 15 seconds of pauses."""
+REQUESTS = 32
+"""Requests to a store at once by one process."""
 _LARGEST = 2**30 + 1
 _NEVER = threading.Event()
 
@@ -216,6 +218,10 @@ class StorePath:
 
     Its text, in messages and keys, is the address without the query.
 
+    Attributes:
+        key: path in the bucket.
+        query: parameters of the address, with the question mark; or empty.
+
     Raises:
         StoreError: (calls that read) the store has failed several times.
     """
@@ -223,14 +229,14 @@ class StorePath:
     def __init__(self, address: str) -> None:
         base, mark, query = address.partition("?")
         scheme, _, place = base.partition("://")
-        bucket, _, self._path = place.strip("/").partition("/")
-        self._bucket, self._query = f"{scheme}://{bucket}", mark + query
+        bucket, _, self.key = place.strip("/").partition("/")
+        self._bucket, self.query = f"{scheme}://{bucket}", mark + query
 
     def __str__(self) -> str:
-        return f"{self._bucket}/{self._path}".rstrip("/")
+        return f"{self._bucket}/{self.key}".rstrip("/")
 
     def __truediv__(self, name: str) -> StorePath:
-        return StorePath(f"{self}/{name}{self._query}")
+        return StorePath(f"{self}/{name}{self.query}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StorePath) and self.identity == other.identity
@@ -241,12 +247,12 @@ class StorePath:
     @property
     def address(self) -> str:
         """The address with its query."""
-        return f"{self}{self._query}"
+        return f"{self}{self.query}"
 
     @property
     def identity(self) -> str:
         """Scheme, endpoint, bucket and name."""
-        return f"{self} {dict(parse_qsl(self._query.lstrip('?'))).get('endpoint_override', '')}".rstrip()
+        return f"{self} {dict(parse_qsl(self.query.lstrip('?'))).get('endpoint_override', '')}".rstrip()
 
     @property
     def name(self) -> str:
@@ -256,12 +262,12 @@ class StorePath:
     @property
     def parts(self) -> tuple[str, ...]:
         """The bucket and the parts of the path in it."""
-        return (self._bucket, *filter(None, self._path.split("/")))
+        return (self._bucket, *filter(None, self.key.split("/")))
 
     @property
     def parent(self) -> StorePath:
         """The folder that holds this path; the bucket is its own."""
-        return StorePath(f"{'/'.join(self.parts[:-1] or self.parts)}{self._query}")
+        return StorePath(f"{'/'.join(self.parts[:-1] or self.parts)}{self.query}")
 
     def with_suffix(self, suffix: str) -> StorePath:
         """Return the path with another suffix."""
@@ -273,7 +279,7 @@ class StorePath:
 
     def stat(self) -> os.stat_result:
         """Return kind and size; raise a FileNotFoundError if there is nothing."""
-        info = self.ask(lambda store: store.info(self._path))
+        info = self.ask(lambda store: store.info(self.key))
         if info.type == pyarrow.fs.FileType.NotFound:
             raise FileNotFoundError(2, os.strerror(2), str(self))
         mode = stat.S_IFREG if info.is_file else stat.S_IFDIR
@@ -281,11 +287,11 @@ class StorePath:
 
     def iterdir(self) -> Iterator[StorePath]:
         """Yield the entries of a folder."""
-        yield from (self / name for name in self.ask(lambda store: store.entries(self._path, recursive=False)))
+        yield from (self / name for name in self.ask(lambda store: store.entries(self.key, recursive=False)))
 
     def files(self) -> dict[str, int]:
         """Return the sizes of all files below a folder, by their names in it."""
-        entries = self.ask(lambda store: store.entries(self._path))
+        entries = self.ask(lambda store: store.entries(self.key))
         return {name: info.size for name, info in entries.items() if info.is_file}
 
     def open(self, mode: str = "rb") -> io.BytesIO:
@@ -295,14 +301,14 @@ class StorePath:
 
     def open_ranges(self) -> tuple[pyarrow.NativeFile, int]:
         """Return the file for reading by position, and its tag; raise a FileNotFoundError if there is none."""
-        opened = self.ask(lambda store: store.open(self._path))
+        opened = self.ask(lambda store: store.open(self.key))
         if opened is None:
             raise FileNotFoundError(2, os.strerror(2), str(self))
         return opened
 
     def tag(self) -> int:
         """Return the tag of the file's version (`Store.open`); 0 if there is none."""
-        return self.ask(lambda store: store.tag(self._path))
+        return self.ask(lambda store: store.tag(self.key))
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the content of a file in order."""
@@ -313,11 +319,11 @@ class StorePath:
 
     def read(self, file: pyarrow.NativeFile, begin: int, size: int) -> bytes:
         """Return some bytes of the opened file."""
-        return self.ask(lambda store: store.read_at(self._path, file, begin, size))
+        return self.ask(lambda store: store.read_at(self.key, file, begin, size))
 
     def ask(self, action: Callable[[Store], T], stop: threading.Event = _NEVER, tries: int = TRIES_OF_PATH) -> T:
         """Call the store, as `Store.retry` does."""
-        store = _store(f"{self._bucket}{self._query}")
+        store = _store(f"{self._bucket}{self.query}")
         return store.retry(lambda: action(store), stop, tries)
 
 

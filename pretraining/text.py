@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 
 
@@ -60,6 +62,15 @@ def format_bytes(size: float) -> str:
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
     return f"{size / 1e3:.1f} kB"
+
+
+def parse_bytes(text: str) -> int:
+    """Return a size in bytes: 500MB, 5GB (10^9), 2GiB (2^30), or bytes alone; raise a ValueError for other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper(), re.ASCII)
+    size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0.0
+    if not 1 <= size < math.inf:
+        raise ValueError("it is not a size: write 500MB, 5GB or 2GiB")
+    return int(size)
 
 
 def format_gib(size: float) -> str:

@@ -39,6 +39,11 @@ class Units:
 
 
 @dataclass(frozen=True)
+class InBytes:
+    """Annotation: a text that `parse_bytes` reads."""
+
+
+@dataclass(frozen=True)
 class OneOfOr:
     """Annotation: one of these names, or a user-defined `package.module:Name` (`config/plugins.py`)."""
 
@@ -51,6 +56,7 @@ NonNegativeFloat = Annotated[float, Ge(0)]
 RunLength = Annotated[Duration, Units(("steps", "tokens", "epochs"))]
 PartOfRun = Annotated[Duration, Units(("steps", "tokens", "epochs", PERCENT))]
 Time = Annotated[Duration, Units(("seconds",))]
+ByteSize = Annotated[str, InBytes()]
 
 
 def setting(default: T, help: str = "", **declared: Any) -> T:
@@ -81,6 +87,7 @@ class Setting:
         default: MISSING if the user must give a value.
         choices: allowed texts in canonical spelling (lower case, underscores); empty = any text.
         units: allowed units of a duration.
+        in_bytes: whether a text is a size in bytes.
         limits: bounds of a number, by `Ge`, `Le` or `Lt`.
         pluggable: whether a user-defined `package.module:Name` is allowed besides `choices`.
         help: what the flag does, in one or two sentences.
@@ -105,6 +112,7 @@ class Setting:
     default: Any
     choices: tuple[str, ...]
     units: tuple[str, ...]
+    in_bytes: bool
     limits: Mapping[type, float]
     pluggable: bool
     help: str = ""
@@ -217,5 +225,6 @@ def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
         "choices": choices if plugins is None else plugins,
         "pluggable": plugins is not None,
         "units": units if annotation is Duration else (),
+        "in_bytes": any(isinstance(extra, InBytes) for extra in extras),
         "limits": {type(extra): dataclasses.astuple(extra)[0] for extra in extras if isinstance(extra, (Ge, Le, Lt))},
     }

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, Lt
 
 from pretraining.config.fields import (
+    ByteSize,
     NonNegativeFloat,
     NonNegativeInt,
     OneOfOr,
@@ -140,7 +141,13 @@ def _spell_number(value: object) -> str:
 class DataConfig:
     """Token sources, and how documents become samples."""
 
-    data_path: str | None = setting(None, "root folder of the datasets", silent_change=True, per_node=True)
+    data_path: str | None = setting(
+        None,
+        "root folder of the datasets, or its address in an object store (s3://, gs://, abfss://)",
+        silent_change=True,
+        per_node=True,
+        may_be_address=True,
+    )
     datasets: tuple[str, ...] = setting(
         (),
         "sub-folders of data_path with token files, or token files; empty = every such sub-folder",
@@ -195,10 +202,11 @@ class DataConfig:
     col_name: str = setting("tokens", "column of the token files with the token ids", decides="documents")
     tokenizer_path: str | None = setting(
         None,
-        "tokenizer for generated text and bits per byte: folder, tokenizer.json or name on the Hugging Face Hub; none "
-        "= that of the prepared data, else that of the weights, if any",
+        "tokenizer for generated text and bits per byte: folder, tokenizer.json, address in an object store or name on "
+        "the Hugging Face Hub; none = that of the prepared data, else that of the weights, if any",
         silent_change=True,
         per_node=True,
+        may_be_address=True,
     )
     accept_tokenizer: bool = setting(
         False,
@@ -211,6 +219,19 @@ class DataConfig:
     index_path: str | None = setting(
         None,
         "folder for document indices; none = each dataset's folder, or the user's cache folder if that is read-only",
+        silent_change=True,
+        per_node=True,
+    )
+    data_cache_path: str | None = setting(
+        None,
+        "folder on a local disk, shared by the processes of a machine, for the parts of data in an object store that "
+        "are in use; none = in memory",
+        silent_change=True,
+        per_node=True,
+    )
+    data_cache_size: ByteSize = setting(
+        "16GB",
+        "most bytes in data_cache_path or, without it, in the memory of a machine's processes, as 200GB or 64GiB",
         silent_change=True,
         per_node=True,
     )
@@ -521,7 +542,9 @@ class CheckpointConfig:
 class EvaluationConfig:
     """Losses on documents that are never trained on, and generated text."""
 
-    eval_datasets: tuple[str, ...] = setting((), "more evaluation sets: folders with token files, or token files")
+    eval_datasets: tuple[str, ...] = setting(
+        (), "more evaluation sets: folders with token files, or token files; also their addresses", may_be_address=True
+    )
     eval_interval: Duration = setting(Duration(1000, "steps"), "how often to evaluate; 0 = only at the end")
     eval_batches: PositiveInt = setting(
         16,

@@ -23,6 +23,7 @@ from pretraining.config.plugins import PLUGIN_PATH, join_brackets
 from pretraining.errors import ConfigError
 from pretraining.files import address_problem, exists, is_address
 from pretraining.progress import LARGEST_AMOUNT, PERCENT, Duration, parse_number
+from pretraining.text import parse_bytes
 
 Raw = str | list[str] | None
 
@@ -167,6 +168,8 @@ def describe_type(setting: Setting) -> str:
     if setting.choices:
         text = ("any of " if setting.many else "one of ") * (len(setting.choices) > 1) + ", ".join(setting.choices)
         text += ", or package.module:Name" if setting.pluggable else ""
+    elif setting.in_bytes:
+        text = "bytes, as 500MB, 5GB or 2GiB"
     elif setting.base is Duration:
         text = " or ".join(setting.units)
     else:
@@ -231,6 +234,11 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
         return f"{value.unit} are not allowed here, give {' or '.join(setting.units)}"
     if setting.is_path and is_address(value) and (problem := address_problem(value)) is not None:
         return f"the address {problem}"
+    if setting.in_bytes:
+        try:
+            parse_bytes(value)
+        except ValueError as error:
+            return str(error)
     looks_like_address = setting.is_path and _ADDRESS.match(value) is not None
     if looks_like_address and not (setting.may_be_address and is_address(value)):
         return "this setting takes no address: copy the files to a disk first (aws s3 sync), or give a mounted path"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,9 @@ from pretraining.context import ContextGroup
 from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture
 from pretraining.data.sampling.token_stream import Spans
+from pretraining.data.storage.document_reader import Fetch
 from pretraining.errors import DataError
+from pretraining.object_store import StoreError
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +50,19 @@ class Slots:
     datasets: np.ndarray
     shards: np.ndarray
     numbers: np.ndarray
+
+
+@dataclass(frozen=True)
+class Located:
+    """The share of a rank in a step, before it is read.
+
+    Attributes:
+        spans: of the samples of each dataset, by its position in the reader's sources.
+    """
+
+    step: int
+    slots: Slots
+    spans: dict[int, Spans]
 
 
 class BatchReader:
@@ -126,13 +141,34 @@ class BatchReader:
         order = np.lexsort((datasets, scaled))  # stable: ties keep the order of samples
         return Slots(samples[order], datasets[order], shards[order], numbers[order])
 
-    def read(self, step: int) -> StepBatch:
+    @property
+    def is_remote(self) -> bool:
+        """Whether some of the data is in an object store."""
+        return any(source.fetches is not None for source in self.sources)
+
+    def locate(self, step: int) -> Located:
+        """Find the rank's share of a step."""
+        slots = self.slots(step)
+        datasets = slots.datasets[self._begin : self._end]
+        spans = {}
+        for dataset in np.flatnonzero(np.bincount(datasets)).tolist():
+            taken = self._begin + np.flatnonzero(datasets == dataset)
+            spans[dataset] = self.sources[dataset].spans(slots.shards[taken], slots.numbers[taken])
+        return Located(step, slots, spans)
+
+    def fetches(self, located: Located) -> Iterator[Fetch]:
+        """Yield what makes the data of a step ready that is in object stores."""
+        for dataset, spans in located.spans.items():
+            yield from (self.sources[dataset].fetches or (lambda spans: ()))(spans)
+
+    def read(self, step: int | Located) -> StepBatch:
         """Read the rank's share of a step. A DataError names an unreadable sample."""
         import torch  # here: `inspect` lists slots without tensors
 
         from pretraining.data.batch import MicroBatch, StepBatch
 
-        slots = self.slots(step)
+        located = self.locate(step) if isinstance(step, int) else step
+        step, slots = located.step, located.slots
         assert self.mixture.global_batch_size(step) == self._plan.global_batch_size, "sizes belong to another phase"
         size = self._plan.micro_batch_size
         row_count = size * self._plan.grad_accum_steps
@@ -141,8 +177,8 @@ class BatchReader:
         # Slots fill the first rows; the last rows may stay empty.
         datasets = slots.datasets[self._begin : self._end]
         rows.tokens[len(datasets) :] = 0
-        for dataset in np.flatnonzero(np.bincount(datasets)).tolist():
-            self._fill(step, slots, self.sources[dataset], np.flatnonzero(datasets == dataset), rows)
+        for dataset, spans in located.spans.items():
+            self._fill(step, slots, self.sources[dataset], np.flatnonzero(datasets == dataset), spans, rows)
         lengths = rows.micro_batch_lengths(size)
         starts = rows.micro_batch_starts(size) if self._config.document_mask else [None] * len(lengths)
         numbers_R = torch.zeros(len(tokens_RT), dtype=torch.int64)
@@ -155,18 +191,18 @@ class BatchReader:
         micro_batches = [MicroBatch(*each, self._group) for each in parts]
         return StepBatch(step, self.mixture.first_sample(step), micro_batches, names)
 
-    def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
-        """Read the samples of one dataset into the rows `numbers`."""
-        taken = self._begin + numbers
+    def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, spans: Spans, rows: _Rows) -> None:
+        """Read the spans of one dataset into the rows `numbers`."""
         try:
-            spans = source.spans(slots.shards[taken], slots.numbers[taken])
             source.read(spans, rows.tokens, numbers)
-        except DataError as error:
+        except (DataError, StoreError) as error:
             if len(numbers) > 1:
                 for number in numbers:  # one by one, to find the unreadable samples
-                    self._fill(step, slots, source, np.array([number]), rows)
+                    taken = [self._begin + number]
+                    alone = source.spans(slots.shards[taken], slots.numbers[taken])
+                    self._fill(step, slots, source, np.array([number]), alone, rows)
                 return
-            slot = int(taken[0])
+            slot = self._begin + int(numbers[0])
             shard, sample = slots.shards[slot], slots.numbers[slot]
             where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard}, its sample {sample}"
             problem = f"{error}\n  needed for sample {slots.samples[slot]} ({where})"

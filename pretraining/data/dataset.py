@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig
@@ -21,11 +22,14 @@ from pretraining.data.loader import Loader
 from pretraining.data.resume import describe_order
 from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples, SplitName, dummy_samples, stored_samples
 from pretraining.data.sampling.mixture import FirstSamples, Mixture, Phase, Skipped, integer_weights
+from pretraining.data.sampling.token_stream import shard_count
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
+from pretraining.data.storage.chunks import ChunkCache
 from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
 from pretraining.data.storage.doubts import warn_about_splits, warn_about_tokens
 from pretraining.data.storage.index_files import build_index, find_index
 from pretraining.errors import ConfigError, DataError
+from pretraining.text import parse_bytes
 
 
 def build_indices(
@@ -62,8 +66,33 @@ def is_indexed(files: DatasetFiles, config: DataConfig) -> bool:
     return _find_dataset(files, config) is not None
 
 
-def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> OpenedDatasets:
+def chunk_cache(config: DataConfig, processes: int = 1) -> ChunkCache:
+    """Make the cache of a process for data in object stores.
+
+    Args:
+        processes: of the job on this machine, which share `data_cache_size`.
+    """
+    folder = None if config.data_cache_path is None else Path(config.data_cache_path).expanduser()
+    return ChunkCache(folder, parse_bytes(config.data_cache_size), processes)
+
+
+def working_set_bytes(opened: OpenedDatasets, config: DataConfig) -> int:
+    """Return about how much of the data in object stores is in use at a time: a block of each shard, at most all."""
+    total = 0
+    for dataset in opened.datasets:
+        size, blocks = sum(dataset.files.sizes), len(dataset.index.split("train").block_bounds) - 1
+        shards = shard_count(dataset.tokens("train"), config.seq_length, config.logical_shards)
+        total += min(size, shards * size // max(blocks, 1)) if dataset.files.is_remote else 0
+    return total
+
+
+def open_datasets(
+    listing: Sequence[DatasetFiles], config: DataConfig, chunks: ChunkCache | None = None
+) -> OpenedDatasets:
     """Map the indices of all datasets into memory.
+
+    Args:
+        chunks: of this process; None = its own.
 
     Raises:
         DataError: an index is missing, or a dataset has no documents.
@@ -80,7 +109,7 @@ def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> Opened
         if len(dataset.index.documents) == 0:
             raise DataError(f"dataset '{files.name}' is empty: its files have no documents", path=files.folder)
         found.append(dataset)
-    return OpenedDatasets(tuple(found))
+    return OpenedDatasets(tuple(found), chunks=chunks or chunk_cache(config))
 
 
 def warn_about_datasets(opened: OpenedDatasets, config: DataConfig) -> None:

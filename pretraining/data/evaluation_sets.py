@@ -13,12 +13,13 @@ import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import PurePosixPath
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import exists
+from pretraining.files import Location, exists
+from pretraining.object_store import StorePath, location, text_of
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +53,11 @@ def find_evaluation_folders(
         ConfigError: a folder is named twice.
         DataError: a folder is missing, has no token files, or overlaps the training data.
     """
-    paths = [Path(folder).expanduser().absolute() for folder in folders]
-    real = [Path(os.path.realpath(path)) for path in paths]
-    for path, times in Counter(real).items():
+    paths = [location(folder).absolute() for folder in folders]
+    real = [_real(path) for path in paths]
+    for place, times in Counter(real).items():
         if times > 1:
-            raise ConfigError(f"--eval_datasets names {path} {times} times: give it once")
+            raise ConfigError(f"--eval_datasets names {place} {times} times: give it once")
     for path, resolved in zip(paths, real, strict=True):
         if not exists(path):
             raise DataError("does not exist: see --eval_datasets", path=path)
@@ -65,9 +66,19 @@ def find_evaluation_folders(
     return [_list_folder(_unique_name(path, paths, taken), path, config) for path in paths]
 
 
-def _check_no_overlap(path: Path, resolved: Path, training: Collection[DatasetFiles], may_overlap: bool) -> None:
+def _real(path: Location) -> PurePosixPath:
+    """Return a path with links resolved, or the identity of a place in a store, for comparisons."""
+    if isinstance(path, StorePath):
+        place, _, endpoint = path.identity.partition(" ")
+        return PurePosixPath(endpoint, place)
+    return PurePosixPath(os.path.realpath(str(path)))
+
+
+def _check_no_overlap(
+    path: Location, resolved: PurePosixPath, training: Collection[DatasetFiles], may_overlap: bool
+) -> None:
     for files in training:
-        folder = Path(os.path.realpath(files.path(0) if files.is_file else files.folder))
+        folder = _real(files.place(0) if files.is_file else files.root)
         if resolved == folder or resolved in folder.parents or folder in resolved.parents:
             if may_overlap:
                 log.info("evaluation set %s overlaps the training dataset '%s'", path, files.name)
@@ -79,7 +90,7 @@ def _check_no_overlap(path: Path, resolved: Path, training: Collection[DatasetFi
             )
 
 
-def _unique_name(path: Path, paths: Sequence[Path], taken: Collection[str]) -> str:
+def _unique_name(path: Location, paths: Sequence[Location], taken: Collection[str]) -> str:
     """Return the last parts of a path, as few as no other path and no training dataset has."""
     for parts in range(1, len(path.parts)):
         name = "/".join(path.parts[-parts:])
@@ -88,10 +99,10 @@ def _unique_name(path: Path, paths: Sequence[Path], taken: Collection[str]) -> s
     return str(path)
 
 
-def _list_folder(name: str, path: Path, config: DataConfig) -> EvaluationFolder:
+def _list_folder(name: str, path: Location, config: DataConfig) -> EvaluationFolder:
     alone = replace(
         config,
-        data_path=str(path.parent),
+        data_path=text_of(path.parent),
         datasets=(path.name,),
         weights=(),
         held_out_fraction=0.0,

@@ -14,7 +14,8 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from pretraining.data.batch_reader import BatchReader
+from pretraining.data.batch_reader import BatchReader, Located
+from pretraining.data.fetch_ahead import FetchAhead
 from pretraining.data.resume import Resumption, order_version, resume, state_at
 from pretraining.data.sampling.mixture import Range
 
@@ -47,6 +48,7 @@ class Loader:
         self._workers = num_workers
         self._limit = limit_steps
         self._batches: Iterator[StepBatch] | None = None
+        self._fetching: FetchAhead | None = None
         self._start(self._new_run)
 
     @property
@@ -65,7 +67,10 @@ class Loader:
     def __next__(self) -> StepBatch:
         """Return the batch of the next step. After a DataError, the next call retries the same step."""
         if self._batches is None:
+            steps: Iterable[int | Located]
             steps = count(self._next_step) if self._limit is None else range(self._next_step, self._limit)
+            if self.reader.is_remote:
+                steps = self._fetching = FetchAhead(self.reader, steps)
             self._batches = (
                 _ReadAhead(self.reader, steps, self._workers) if self._workers else map(self.reader.read, steps)
             )
@@ -108,7 +113,9 @@ class Loader:
         """Stop the threads and drop prefetched batches."""
         if isinstance(self._batches, _ReadAhead):
             self._batches.close()
-        self._batches = None
+        if self._fetching is not None:
+            self._fetching.close()
+        self._batches = self._fetching = None
 
     def __enter__(self) -> Loader:
         return self
@@ -120,11 +127,11 @@ class Loader:
 class _ReadAhead:
     """An iterator over batches that reads on threads, at most two batches per thread ahead."""
 
-    def __init__(self, reader: BatchReader, steps: Iterable[int], threads: int) -> None:
+    def __init__(self, reader: BatchReader, steps: Iterable[int | Located], threads: int) -> None:
         # Imported here: commands that only list samples, such as `inspect`, need neither torchdata nor torch.
         from torchdata.nodes import IterableWrapper, ParallelMapper
 
-        def read(step: int) -> StepBatch | BaseException:
+        def read(step: int | Located) -> StepBatch | BaseException:
             try:
                 return reader.read(step)
             except BaseException as error:  # torchdata would replace it by a text, and hang on a SystemExit

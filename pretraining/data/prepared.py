@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import MANIFEST_FILE, recorded_tokenizer_of
+from pretraining.data.storage.dataset_files import MANIFEST_FILE, prepared_folders, recorded_tokenizer_of
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import exists, is_file, read_json
+from pretraining.files import Location, exists, is_address, is_file, read_json
+from pretraining.object_store import location, text_of
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 TokenSetting = Literal["sep_token", "bos_token"]
 _RECORDS: dict[TokenSetting, str] = {"sep_token": "end_of_text", "bos_token": "begin_of_text"}
 _MOST_NAMED = 12
+KEPT_TOKENIZER = "tokenizer"
+"""Folder of a run with its tokenizer, if that is in an object store."""
 
 
 def prepared_token(name: TokenSetting, config: DataConfig, eval_datasets: Iterable[str] = ()) -> int | None:
@@ -75,7 +78,7 @@ class KnownTokenizer(NamedTuple):
     """
 
     what: str
-    path: Path | str
+    path: Location
     sha256: str
     tokenizer: Tokenizer | None
     remedy: str
@@ -102,7 +105,7 @@ def choose_tokenizer(
     if given is not None:
         tokenizer = load_tokenizer(given)
         what = f"that of --tokenizer_path={given}"
-        known = [*known, KnownTokenizer(what, given, tokenizer.sha256, tokenizer, "Drop the flag")]
+        known = [*known, KnownTokenizer(what, location(given), tokenizer.sha256, tokenizer, "Drop the flag")]
     differences = list(_compare(known, rows))
     if differences and not config.accept_tokenizer:
         flag = "or accept it: --accept_tokenizer=true"
@@ -120,7 +123,7 @@ def choose_tokenizer(
             return None
         if each.tokenizer is not None:
             log.info("tokenizer   %s, %s", each.path, each.what)
-            return str(Path(each.path).absolute())
+            return text_of(each.path.absolute())
     return None
 
 
@@ -146,7 +149,7 @@ def _compare(known: Sequence[KnownTokenizer], rows: int | None) -> Iterator[tupl
 
 def _tokenizers_of_data(config: DataConfig, eval_datasets: Iterable[str]) -> list[KnownTokenizer]:
     """Return the tokenizers that encoded the prepared data, by hash, as they are in the roots of the datasets."""
-    places_of: dict[str, list[Path]] = {}
+    places_of: dict[str, list[Location]] = {}
     for place in _places(config, eval_datasets):
         if isinstance(sha256 := recorded_tokenizer_of(place).get("sha256"), str):
             places_of.setdefault(sha256, []).append(place)
@@ -161,25 +164,35 @@ def _tokenizers_of_data(config: DataConfig, eval_datasets: Iterable[str]) -> lis
                 problem, tokenizer = f"{root / TOKENIZER_FILE} is not the one that encoded {places[0]}", None
         except DataError as error:
             problem = str(error)
-        known.append(KnownTokenizer(what, root or "", sha256, tokenizer, remedy, problem))
+        known.append(KnownTokenizer(what, root or Path(), sha256, tokenizer, remedy, problem))
     return known
 
 
-def recorded_tokenizer(config: DataConfig) -> str | None:
-    """Return the `tokenizer_path` of a run's settings.
+def recorded_tokenizer(config: DataConfig, run: Path | None = None) -> str | None:
+    """Return the `tokenizer_path` of a run's settings; of a tokenizer in an object store, the copy in the run's folder.
 
     Earlier versions recorded a folder beside the data as typed, which must not become a name on the Hub.
     """
     path, data = config.tokenizer_path, config.data_path
+    if is_address(path):
+        is_kept = run is not None and exists(run / KEPT_TOKENIZER / TOKENIZER_FILE)
+        return f"{run}/{KEPT_TOKENIZER}" if is_kept else path
     is_beside = path is not None and data is not None and Path(path).is_relative_to(data)
     return str(Path(path).absolute()) if path is not None and is_beside else path
 
 
-def _places(config: DataConfig, eval_datasets: Iterable[str]) -> list[Path]:
+def keep_tokenizer(config: DataConfig, run: Path) -> None:
+    """Keep the tokenizer in the run's folder if it is in an object store, so that later commands need no store."""
+    if config.tokenizer_path is not None and is_address(config.tokenizer_path):
+        (run / KEPT_TOKENIZER).mkdir(exist_ok=True)
+        load_tokenizer(config.tokenizer_path).save(run / KEPT_TOKENIZER)
+
+
+def _places(config: DataConfig, eval_datasets: Iterable[str]) -> list[Location]:
     """Return the folders of datasets that may have a prepare.json, those to train on first."""
-    places = [Path(folder).expanduser() for folder in eval_datasets]
+    places = [location(folder) for folder in eval_datasets]
     if config.data_path is not None:
-        root = Path(config.data_path).expanduser()
-        prepared = (path.parent for path in sorted(root.glob(f"[!.]*/{MANIFEST_FILE}")))
-        places = [*([root / name.strip("/") for name in config.datasets] or prepared), *places]
+        root = location(config.data_path)
+        names = [name.strip("/") for name in config.datasets]
+        places = [*([root / name for name in names] or prepared_folders(root)), *places]
     return [place.parent if is_file(place) else place for place in places]

@@ -7,7 +7,7 @@ Each stage handles many samples per call, because Python's cost per call is high
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -27,10 +27,11 @@ from pretraining.data.sampling.token_stream import (
     shard_count,
 )
 from pretraining.data.storage.bin_counts import BinCounts
+from pretraining.data.storage.chunks import ChunkCache
 from pretraining.data.storage.dataset_files import DatasetFiles
-from pretraining.data.storage.document_reader import DocumentReader
+from pretraining.data.storage.document_reader import DocumentReader, Fetch, OpenFiles
 from pretraining.data.storage.index import Index
-from pretraining.data.storage.open_files import OpenFiles, open_files
+from pretraining.data.storage.open_files import open_files
 
 SplitName = Literal["train", "held_out"]
 
@@ -53,6 +54,7 @@ class Samples:
         spans_of_version: `spans` in each version of the order; empty if all are the same.
         content: record of the content of the files; empty if it is unknown.
         changes: how the files differ from those that were indexed before; empty if unknown.
+        fetches: spans -> what makes the parts of them in an object store ready; None for data on a disk.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Samples:
     spans_of_version: Mapping[int, Callable[[np.ndarray, np.ndarray], Spans]] = field(default_factory=dict)
     content: str = ""
     changes: str = ""
+    fetches: Callable[[Spans], Iterable[Fetch]] | None = None
 
     def in_order(self, version: int) -> Samples:
         """Return the samples in a version of the order."""
@@ -90,12 +93,17 @@ class OpenedDataset:
 
 @dataclass(frozen=True)
 class OpenedDatasets:
-    """All datasets of a job, sorted by name, and the caches that the loaders of a process share."""
+    """All datasets of a job, sorted by name, and the caches that the loaders of a process share.
+
+    Attributes:
+        chunks: cache of what is read from object stores; None if all files are on disks.
+    """
 
     datasets: tuple[OpenedDataset, ...]
     open_files: OpenFiles = field(default_factory=open_files)
     orders: OrderCache = field(default_factory=order_cache)
     bins: BinCache = field(default_factory=bin_cache)
+    chunks: ChunkCache | None = None
 
     @property
     def training_tokens(self) -> int:
@@ -139,7 +147,7 @@ def stored_samples(
         )
         streams = dict.fromkeys(ORDER_VERSIONS, packed)
         fingerprint |= {"packing": counts.packing, "bins": int(bounds[-1])}
-    reader = DocumentReader(files, index, config, vocab_size, opened.open_files)
+    reader = DocumentReader(files, index, config, vocab_size, opened.open_files, opened.chunks)
     spans = {version: stream.spans for version, stream in streams.items()}
     newest = streams[ORDER_VERSIONS[-1]]
     return Samples(
@@ -153,6 +161,7 @@ def stored_samples(
         spans,
         index.content,
         index.header["changes"],
+        reader.fetches if files.is_remote else None,
     )
 
 

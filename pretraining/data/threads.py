@@ -39,12 +39,12 @@ class RecentlyUsed(Generic[Value]):
     Values must be pure functions of their keys: two threads that miss at once both make the value.
     """
 
-    def __init__(self, limit: int, cost: Callable[[Value], int]) -> None:
+    def __init__(self, limit: float, cost: Callable[[Value], float]) -> None:
         self._limit = limit
         self._cost = cost
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
         self._lock = Lock()
-        self.total_cost = 0
+        self.total_cost = 0.0
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """Return the value of a key; make it if it is missing."""
@@ -61,6 +61,12 @@ class RecentlyUsed(Generic[Value]):
                     _, dropped = self._values.popitem(last=False)
                     self.total_cost -= self._cost(dropped)
         return value
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a value, if it is there."""
+        with self._lock:
+            if key in self._values:
+                self.total_cost -= self._cost(self._values.pop(key))
 
     def __len__(self) -> int:
         return len(self._values)

@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back, with the `tokenizers` library. This module alone reads their files.
 
-    folder, tokenizer.json or Hub name -> load_tokenizer -> Tokenizer -> ids, text, special tokens, chat template
-                                                                      -> save: the same files elsewhere
+    folder, tokenizer.json, their address, Hub name --load_tokenizer--> Tokenizer -> ids, text, special tokens, template
+                                                                                  -> save: the same files elsewhere
 
 A tokenizer is a folder in the Hugging Face layout, or the `tokenizer.json` in it. `prepare`, a run, `sample` and
 `export` ask a `Tokenizer` for everything they need to know. It keeps all files that AutoTokenizer reads: they travel
@@ -35,6 +35,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import (
+    Location,
     check_inside,
     entries_of,
     from_hub,
@@ -45,6 +46,7 @@ from pretraining.files import (
     read_file,
     write_atomic,
 )
+from pretraining.object_store import location
 from pretraining.text import count_of
 
 END_OF_TEXT = "<|endoftext|>"
@@ -85,7 +87,7 @@ class Tokenizer:
     vocab_size: int
     pad_token: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
-    path: Path | None = None
+    path: Location | None = None
 
     def fits(self, rows: int) -> bool:
         """Return whether a model with this many rows can have been trained with this tokenizer.
@@ -290,8 +292,8 @@ class Tokenizer:
             write_atomic(folder / name, content)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer from a tokenizer.json, its folder, or the Hugging Face Hub by name.
+def load_tokenizer(path: str | Location) -> Tokenizer:
+    """Read a tokenizer from a tokenizer.json, its folder, on a disk or in a store, or the Hugging Face Hub by name.
 
     The end-of-text token is `eos_token` in tokenizer_config.json or special_tokens_map.json, else a special token with
     a usual name.
@@ -300,7 +302,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         DataError: the tokenizer is missing or unreadable, a link leads out of its folder, or its end-of-text token is
             not in its vocabulary.
     """
-    file = from_hub(path, TOKENIZER_FILES, DataError)
+    file = location(path) if isinstance(path, str) else path
+    if isinstance(file, Path):
+        file = from_hub(file, TOKENIZER_FILES, DataError)
     if is_folder(file):
         check_inside(file, TOKENIZER_FILE, DataError)
         file = file / TOKENIZER_FILE
@@ -330,12 +334,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return replace(tokenizer, pad_token=padding, files=files, path=file)
 
 
-def _read_files(folder: Path) -> dict[str, bytes]:
+def _read_files(folder: Location) -> dict[str, bytes]:
     """Return the contents of the files beside a tokenizer.json, by name."""
     templates, names = folder / _TEMPLATE_FOLDER, [TOKENIZER_CONFIG_FILE, *_KEPT_FILES]
     if is_folder(templates):
         check_inside(folder, _TEMPLATE_FOLDER, DataError)
-        found = sorted(each.name for each in entries_of(templates) if each.suffix == ".jinja")
+        found = sorted(each.name for each in entries_of(templates) if each.name.endswith(".jinja"))
         if len(found) > _MOST_TEMPLATES:
             raise DataError(f"has more than {_MOST_TEMPLATES} chat templates: remove some", path=templates)
         names += [f"{_TEMPLATE_FOLDER}/{name}" for name in found]
@@ -460,7 +464,7 @@ def _as_json(document: dict[str, Any]) -> bytes:
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
-def _object_in(content: bytes, path: Path) -> dict[str, Any]:
+def _object_in(content: bytes, path: Location) -> dict[str, Any]:
     """Return the JSON object in the content of a file."""
     try:
         found = parse_json(content)

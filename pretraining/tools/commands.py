@@ -5,8 +5,6 @@ Commands about a run to train (inspect, plan, sweep, doctor) have all settings o
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +12,19 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
-from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, OneOfOr, PositiveInt, required, setting
+from pretraining.config.fields import (
+    ByteSize,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OneOfOr,
+    PositiveInt,
+    required,
+    setting,
+)
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.rules import DROP_ONE, Problems, Row, Rules, is_given, is_off, is_on
 from pretraining.config.training import DataConfig, TrainConfig
 from pretraining.config.values import parse_ranges
-from pretraining.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257
 """All 256 bytes and the end-of-text token; enough to encode any text."""
@@ -104,7 +109,9 @@ class PrepareConfig:
     dataset: str | None = setting(None, "name of the dataset's folder; none = from the input folder, file or source")
     tokenizer_path: str | None = setting(
         None,
-        "tokenizer: folder, tokenizer.json or name on the Hub; none = tokenizer.json in output_path, else a new BPE",
+        "tokenizer: folder, tokenizer.json, address or name on the Hub; none = tokenizer.json in output_path, else a "
+        "new BPE",
+        may_be_address=True,
     )
     vocab_size: PositiveInt | None = setting(
         None,
@@ -167,20 +174,13 @@ class ExportConfig:
         "type of the weights with hf and gguf: bfloat16, as Llama models are published; float32, as they are trained",
         aliases={"bf16": "bfloat16", "fp32": "float32"},
     )
-    max_shard_size: str = setting("5GB", "largest weight file with hf: 500MB, 5GB, 2GiB")
+    max_shard_size: ByteSize = setting("5GB", "largest weight file with hf: 500MB, 5GB, 2GiB")
     tokenizer_path: str | None = setting(
-        None, "tokenizer to include with hf and gguf: folder or tokenizer.json; none = the run's tokenizer_path"
+        None,
+        "tokenizer to include with hf and gguf: folder, tokenizer.json or address; none = the run's tokenizer_path",
+        may_be_address=True,
     )
     block: str | None = setting(None, _BLOCK)
-
-    @property
-    def max_shard_bytes(self) -> int:
-        """`max_shard_size` in bytes; raises a ConfigError if it is malformed."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", self.max_shard_size.strip().upper(), re.ASCII)
-        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0.0
-        if not 1 <= size < math.inf:
-            raise ConfigError(f"--max_shard_size={self.max_shard_size} is not a size: write 500MB, 5GB or 2GiB")
-        return int(size)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,9 @@ class SampleConfig:
     prompt: str | None = setting(None, "text to continue; none = start like a new document")
     prompt_tokens: tuple[NonNegativeInt, ...] = setting((), "token ids instead of prompt, comma list; prints token ids")
     tokenizer_path: str | None = setting(
-        None, "folder or tokenizer.json; none = the tokenizer in the folder, or the run's tokenizer_path"
+        None,
+        "folder, tokenizer.json or address; none = the tokenizer in the folder, or the run's tokenizer_path",
+        may_be_address=True,
     )
     max_new_tokens: PositiveInt = setting(128, "most tokens to generate; the end-of-text token stops earlier")
     temperature: NonNegativeFloat = setting(0.8, "higher values give more varied text; 0 = always the likeliest token")
@@ -432,7 +434,9 @@ class VerifyConfig:
     ckpt_path: str | None = setting(
         None, "checkpoint, or run (all of its checkpoints); also as the first word", first_word=True
     )
-    data_path: str | None = setting(None, "root folder of the datasets to check, as for training")
+    data_path: str | None = setting(
+        None, "root folder of the datasets to check, or its address, as for training", may_be_address=True
+    )
     datasets: tuple[str, ...] = setting(
         (), "sub-folders of data_path, comma list; empty = every sub-folder with token files"
     )

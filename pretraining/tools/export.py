@@ -32,6 +32,7 @@ from pretraining.checkpoint.hf_import import origin_file, read_origin
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
 from pretraining.checkpoint.pt_files import check_host_memory, write_full
 from pretraining.checkpoint.reader import open_whole_model, read_tensor
+from pretraining.checkpoint.run_folder import run_of
 from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.recipes import settings_in
@@ -54,7 +55,7 @@ from pretraining.model.hf import (
     parameter_shapes,
     token_ids,
 )
-from pretraining.text import count_of, format_bytes
+from pretraining.text import count_of, format_bytes, parse_bytes
 from pretraining.tools.commands import ExportConfig
 from pretraining.tools.gguf_file import check_supported, write_gguf
 
@@ -74,7 +75,7 @@ def export(config: ExportConfig) -> None:
         with local_view(config.ckpt_load_path, with_files=True) as run:
             export(replace(config, ckpt_load_path=str(run)))
         return
-    max_bytes = config.max_shard_bytes  # parsed first, to report a wrong size before the checkpoint is read
+    max_bytes = parse_bytes(config.max_shard_size)
     checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:
         log.info("%s: skipped", damaged)
@@ -100,7 +101,7 @@ def _describe(config: ExportConfig, checkpoint: CheckpointRef, origin: Mapping[s
     """Return the documents of an export; `origin` is that of the imported model, if any."""
     manifest, shape = checkpoint.manifest, shape_of(checkpoint.manifest)
     settings = settings_in(manifest.config, f"config of {checkpoint.path}")
-    tokenizer = _find_tokenizer(config, settings, shape)
+    tokenizer = _find_tokenizer(config, checkpoint.path, settings, shape)
     is_trained = bool(manifest.facts_of_data)
     context = max(settings.data.seq_length if is_trained else 0, shape.max_position_embeddings)
     data, kept, generation = settings.data, origin.get("config", {}), origin.get("generation_config", {})
@@ -214,13 +215,13 @@ def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: Store
     print_text(f"  resume     pretrain train {shlex.quote(f'--ckpt_load_path={output}')} …")
 
 
-def _find_tokenizer(config: ExportConfig, settings: TrainConfig, shape: LlamaShape) -> Tokenizer | None:
+def _find_tokenizer(config: ExportConfig, path: Path, settings: TrainConfig, shape: LlamaShape) -> Tokenizer | None:
     """Return the tokenizer of `config`, else of the run; None, with a warning, if there is none.
 
     Raises:
         ConfigError, DataError: the tokenizer of `config` cannot be read, or the tokenizer does not fit the model.
     """
-    named = config.tokenizer_path or recorded_tokenizer(settings.data)
+    named = config.tokenizer_path or recorded_tokenizer(settings.data, run_of(path.parent))
     try:
         tokenizer = None if named is None else load_fitting_tokenizer(named, shape.vocab_size)
     except DataError as error:

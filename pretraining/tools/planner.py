@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
@@ -306,10 +305,13 @@ def _count_reads(data: DataConfig, tokens: int | None) -> tuple[dict[str, int], 
     """Return the tokens and the passes of a run per dataset; empty unless prepare.json has the sizes."""
     if data.data_path is None or tokens is None:
         return {}, {}
-    from pretraining.tools.prepare.records import read_summary  # imports NumPy, which no other plan needs
+    # These import NumPy, which no other plan needs.
+    from pretraining.data.storage.dataset_files import prepared_folders
+    from pretraining.object_store import location
+    from pretraining.tools.prepare.records import read_summary
 
-    root, sizes = Path(data.data_path), dict[str, float]()
-    for name in data.datasets or sorted(each.name for each in root.glob("[!.]*")):
+    root, sizes = location(data.data_path), dict[str, float]()
+    for name in data.datasets or [each.name for each in prepared_folders(root)]:
         with suppress(FileNotFoundError, NotADirectoryError):
             summary = read_summary(root / name)
             # The end of text is a token of each document.

@@ -16,6 +16,7 @@ import torch
 
 from pretraining.checkpoint.completeness import check_finite
 from pretraining.checkpoint.restore import load_model
+from pretraining.checkpoint.run_folder import run_of
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import DataConfig
 from pretraining.data.prepared import recorded_tokenizer
@@ -107,7 +108,7 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
 
 def _find_tokenizer(config: SampleConfig, path: Path, settings: DataConfig) -> Tokenizer | None:
     """Return the tokenizer of `config`; else, if the prompt is text, that of the folder or of the run."""
-    own = str(path) if is_file(path / TOKENIZER_FILE) else recorded_tokenizer(settings)
+    own = str(path) if is_file(path / TOKENIZER_FILE) else recorded_tokenizer(settings, run_of(path.parent))
     named = config.tokenizer_path or (own if not config.prompt_tokens else None)
     return None if named is None else load_tokenizer(named)
 

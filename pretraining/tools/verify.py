@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,18 +28,20 @@ from pretraining.checkpoint.reader import file_faults
 from pretraining.checkpoint.run_folder import CHECKPOINTS, run_of, unfinished_saves
 from pretraining.checkpoint.start_point import checkpoints_at
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
+from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets, prepared_folders
+from pretraining.data.storage.document_records import local_copy
 from pretraining.data.storage.doubts import describe_masks, rows_of, warn_about_splits
-from pretraining.data.storage.index_files import read_documents, recorded_indices
+from pretraining.data.storage.index_files import read_local, recorded_indices
 from pretraining.data.storage.token_format import (
     DocumentLayout,
     contiguous_bytes,
     load_format,
     width_problem,
 )
-from pretraining.errors import CheckpointError, DataError
+from pretraining.errors import CheckpointError, DataError, PretrainError
 from pretraining.files import file_checksum
 from pretraining.launch.terminal import print_text
+from pretraining.object_store import location
 from pretraining.text import count_of, format_bytes
 from pretraining.tools.commands import VerifyConfig
 from pretraining.tools.prepare.records import read_summary
@@ -72,7 +74,7 @@ def verify(config: VerifyConfig) -> None:
 class FileReport:
     """The size and the faults of a token file, the record of its content, and how a column masks its tokens."""
 
-    faults: list[DataError] = field(default_factory=list)
+    faults: list[PretrainError] = field(default_factory=list)
     documents: int = 0
     tokens: int = 0
     record: int | None = None
@@ -92,7 +94,7 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
         vocab_size = config.vocab_size or vocab_size
         # If a single file is the dataset, prepare.json may list other files.
         gone = [] if files.is_file else sorted(written.keys() - set(files.paths))
-        missing = [DataError(f"is missing: {MANIFEST_FILE} lists it", path=Path(files.folder, name)) for name in gone]
+        missing = [DataError(f"is missing: {MANIFEST_FILE} lists it", path=f"{files.folder}/{name}") for name in gone]
         faults += _print_faults([*damaged, *missing])
         reports = []
         for report in check_files(files, data, written, vocab_size, threads):
@@ -133,7 +135,7 @@ def _changes_since_indexing(files: DatasetFiles, data: DataConfig, reports: list
     return [DataError(problem, path=files.path(number)) for number in changed[0]]
 
 
-def _print_faults(faults: list[DataError]) -> int:
+def _print_faults(faults: Sequence[PretrainError]) -> int:
     for fault in faults:
         print_text(str(fault))
     return len(faults)
@@ -142,15 +144,15 @@ def _print_faults(faults: list[DataError]) -> int:
 def _datasets_without_files(data: DataConfig, listing: tuple[DatasetFiles, ...]) -> list[DataError]:
     """Return an error per prepared dataset without token files, which `list_datasets` skips."""
     assert data.data_path is not None
-    prepared = {path.parent for path in Path(data.data_path).expanduser().absolute().glob(f"[!.]*/{MANIFEST_FILE}")}
-    empty = sorted(prepared - {Path(files.folder) for files in listing})
+    prepared = {str(folder) for folder in prepared_folders(location(data.data_path).absolute())}
+    empty = sorted(prepared - {files.folder for files in listing})
     return [DataError(f"has a {MANIFEST_FILE} but no token files", path=folder) for folder in empty]
 
 
 def _read_record(files: DatasetFiles) -> tuple[dict[str, TokenFile], int | None, list[DataError]]:
     """Return the files and the vocabulary size of prepare.json, and its faults; empty if the file is missing."""
     try:
-        summary = read_summary(Path(files.folder))
+        summary = read_summary(files.root)
     except FileNotFoundError:
         return {}, None, []
     except DataError as error:
@@ -174,15 +176,24 @@ def check_files(
     token_format = load_format(files.file_type, data)
 
     def check(number: int) -> FileReport:
-        path, name, report = files.path(number), files.paths[number], FileReport()
+        report = FileReport()
+        try:
+            with local_copy(files, number, data.data_cache_path) as local:
+                check_copy(number, local, report)
+        except PretrainError as error:
+            report.faults.append(error)
+        return report
+
+    def check_copy(number: int, local: str, report: FileReport) -> None:
+        path, name = files.path(number), files.paths[number]
         if written and name not in written:
             report.faults.append(DataError(f"is not listed in {MANIFEST_FILE}", path=path))
         try:
             # Read before it is mapped: a disk error raises here, but kills a process that uses a mapped file.
-            checksum, size = file_checksum(Path(path))
+            checksum, size = file_checksum(Path(local))
         except OSError as error:
             report.faults.append(DataError(f"cannot be read: {error.strerror or error}", path=path))
-            return report
+            return
         if size != files.sizes[number]:
             listed = f"it had {files.sizes[number]:,} bytes, now {size:,}"
             report.faults.append(DataError(f"has changed since it was listed: {listed}", path=path))
@@ -190,19 +201,14 @@ def check_files(
         if entry is not None and (size, checksum) != (entry.bytes, entry.crc32 or checksum):
             change = f"{entry.bytes:,} bytes of checksum {entry.crc32}; now {size:,} bytes of checksum {checksum}"
             report.faults.append(DataError(f"has changed since `pretrain prepare` wrote {change}", path=path))
-        try:
-            layout, report.record = read_documents(files, token_format, number)
-        except DataError as error:
-            report.faults.append(error)
-            return report
+        layout, report.record = read_local(files, token_format, number, local)
         report.documents, report.tokens = len(layout.lengths), int(layout.lengths.sum())
-        report.masks = describe_masks(rows_of(path), data.col_name, data.strip_tokens)
+        report.masks = describe_masks(rows_of(Path(local)), data.col_name, data.strip_tokens)
         wrong_type = width_problem(_sample(layout))
         if wrong_type is not None:  # then each of its tokens is wrong
             report.faults.append(DataError(wrong_type, path=path))
-            return report
+            return
         report.faults += _wrong_tokens(path, layout, vocab_size)
-        return report
 
     with ThreadPoolExecutor(threads) as pool:
         yield from pool.map(check, range(len(files.paths)))

@@ -34,6 +34,7 @@ from pretraining.checkpoint.saver import Saver
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
+from pretraining.data.prepared import keep_tokenizer
 from pretraining.data.resume import RENUMBERED
 from pretraining.data.sampling.mixture import Skipped
 from pretraining.distributed.dims import Dims
@@ -142,6 +143,7 @@ def _write_records(plan: Plan) -> None:
         return
     with writing_into(config.folder):
         write_config(plan.config)
+        keep_tokenizer(plan.config.data, config.folder)
         if start is None or not start.is_own:
             named = config.ckpt_load_path or config.resume_from_checkpoint or ""
             record_origin(config.folder, None if start is None else start.path, named)

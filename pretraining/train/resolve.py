@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pretraining.checkpoint.manifest import TRACKERS_STATE, check_same_model, shape_of
-from pretraining.checkpoint.run_folder import last_settings
+from pretraining.checkpoint.run_folder import last_settings, run_of
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.fields import build, values_of
 from pretraining.config.plugins import TRACKERS
@@ -28,6 +27,7 @@ from pretraining.config.variants import (
 )
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.files import exists, is_file, is_folder
+from pretraining.object_store import location, text_of
 from pretraining.train.run_status import original_of
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ def _tokenizer_of_weights(start: CheckpointRef) -> KnownTokenizer | None:
     from pretraining.data.prepared import KnownTokenizer, recorded_tokenizer
     from pretraining.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 
-    own = recorded_tokenizer(start.config.data)
-    path = start.path if is_file(start.path / TOKENIZER_FILE) or own is None else Path(own).expanduser()
+    own = recorded_tokenizer(start.config.data, run_of(start.path.parent))
+    path = start.path if is_file(start.path / TOKENIZER_FILE) or own is None else location(own)
     if not is_file(path / TOKENIZER_FILE if is_folder(path) else path):
         return None
     try:
@@ -121,7 +121,7 @@ def _tokenizer_of_tasks(start: CheckpointRef | None) -> str:
         raise ConfigError(
             "--eval_tasks needs a tokenizer, and neither data nor weights have one: give --tokenizer_path"
         )
-    return str(known.path)
+    return text_of(known.path)
 
 
 def _check_and_log_changes(start: CheckpointRef, shape: LlamaShape, tokenizer_path: str | None) -> None:
@@ -200,7 +200,7 @@ def _adopt_model(config: TrainConfig, start: CheckpointRef | None) -> ModelConfi
 
 def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
     """Return the data settings with those of the checkpoint or, in a new run, of the prepared data."""
-    from pretraining.data.prepared import choose_tokenizer, prepared_token  # imports NumPy
+    from pretraining.data.prepared import choose_tokenizer, prepared_token, recorded_tokenizer  # imports NumPy
 
     data, sets, is_resumed = config.data, config.evaluation.eval_datasets, start is not None and not start.weights_only
     recorded, own = (start.manifest.data, start.config.data) if start is not None and is_resumed else ({}, DataConfig())
@@ -214,9 +214,10 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
         elif getattr(data, name) is None:
             adopted[name] = prepared_token(name, data, sets)
     asks, is_lost = not is_resumed or config.evaluation.eval_only, False
-    if data.tokenizer_path is None and own.tokenizer_path is not None:
-        is_lost = not exists(Path(own.tokenizer_path).expanduser())
-        adopted["tokenizer_path"] = None if is_lost else own.tokenizer_path
+    if start is not None and data.tokenizer_path is None and own.tokenizer_path is not None:
+        kept = recorded_tokenizer(own, run_of(start.path.parent)) or ""
+        is_lost = not exists(location(kept))
+        adopted["tokenizer_path"] = None if is_lost else kept
     data = replace(data, **adopted)
     if not asks and not is_lost:
         return data

@@ -21,6 +21,7 @@ import pyarrow as pa
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import DocumentLayout, as_tokens, beginning_of, read_bytes
 from pretraining.errors import DataError
+from pretraining.files import Location
 
 MAGIC = b"ARROW1"
 STREAM_MAGIC = b"\xff\xff\xff\xff"
@@ -83,7 +84,7 @@ class ArrowStreamFormat(ArrowFormat):
     _messages_at = 0
 
     @staticmethod
-    def accepts(path: str, config: DataConfig) -> bool:
+    def accepts(path: Location, config: DataConfig) -> bool:
         """Return whether a file is a stream."""
         return beginning_of(path, len(STREAM_MAGIC)) == STREAM_MAGIC
 

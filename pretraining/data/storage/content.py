@@ -15,13 +15,13 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64
-from pretraining.files import check_regular
+from pretraining.files import Location, check_regular
+from pretraining.object_store import StorePath
 
 if TYPE_CHECKING:
     from pretraining.data.storage.token_format import DocumentLayout
@@ -30,6 +30,8 @@ PARTS = 32
 """Parts of a large file: a change of a tenth of it is missed once in 29 times, an exchange of its documents never."""
 PART_BYTES = 4096
 _BYTES_AT_ONCE = 1 << 20
+_WHOLE_BYTES = 1 << 20
+"""Size up to which one request for an object is faster than several for its parts."""
 
 ReadRange = Callable[[int, int], bytes]
 """(first byte, bytes) -> these bytes of a file, fewer at its end."""
@@ -41,10 +43,19 @@ def time_of_change(status: os.stat_result) -> int:
 
 
 @contextmanager
-def open_ranges(path: str | Path) -> Iterator[ReadRange]:
-    """Open a file for reading by ranges; an OSError if it is unreadable."""
+def open_ranges(path: Location) -> Iterator[ReadRange]:
+    """Open a file for reading by ranges; an OSError if it is unreadable, a StoreError if its store fails."""
+    if isinstance(path, StorePath):
+        with path.open_ranges()[0] as file:
+            size = file.size()
+            whole = path.read(file, 0, size) if size <= _WHOLE_BYTES else None
+            if whole is not None:
+                yield lambda begin, size: whole[begin : begin + size]
+            else:
+                yield lambda begin, count: path.read(file, begin, max(0, min(count, size - begin)))
+        return
     check_regular(path)
-    with Path(path).open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         yield lambda begin, size: os.pread(file.fileno(), size, begin)
 
 

@@ -3,7 +3,8 @@
     folder --`_scan`: each real folder once--> sizes by path --suffix, then a look into the first file--> format, files
 
 Rank 0 lists the files once per job and broadcasts the listing. Hidden files and folders, such as the index, are
-skipped. Symbolic links are followed. In a folder of `save_to_disk` only the files that its state.json names belong to
+skipped. Symbolic links are followed; an object store has none. The tag of an object stands for the time of change of a
+file. In a folder of `save_to_disk` only the files that its state.json names belong to
 the dataset; `datasets` leaves other files there.
 """
 
@@ -23,9 +24,12 @@ from typing import Any
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.content import time_of_change
+from pretraining.data.storage.document_records import record_name
 from pretraining.data.storage.token_format import TokenFormat, format_class
+from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
-from pretraining.files import entries_of, exists, is_file, is_folder, read_json, read_object
+from pretraining.files import Location, entries_of, exists, is_address, is_file, is_folder, read_json, read_object
+from pretraining.object_store import REQUESTS, StorePath, location
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -44,13 +48,15 @@ class DatasetFiles:
 
     Attributes:
         name: folder or single file, relative to data_path.
-        folder: absolute path of the folder, or of the single file's parent.
+        folder: absolute path of the folder, or of the single file's parent; in a store, the address without its query.
         paths: relative to the folder, with forward slashes, sorted by code points.
         sizes: bytes of each file.
         digest: hexadecimal 128-bit hash of paths and sizes.
-        times: time of change of each file; empty if unknown.
+        times: time of change of each file, or tag of each object; empty if unknown.
         content: record of the content of all files, that of their index; "" = their index has none, None = not asked.
         ending: last bytes of every undamaged file; empty = not checked.
+        query: parameters of the address in a store, with the question mark.
+        unrecorded_bytes: size of the objects without a record of their documents, which an index reads whole.
     """
 
     name: str
@@ -63,10 +69,26 @@ class DatasetFiles:
     times: tuple[int, ...] = ()
     content: str | None = None
     ending: bytes = b""
+    query: str = ""
+    unrecorded_bytes: int = 0
 
     def path(self, number: int) -> str:
-        """Return the absolute path of a file by its number."""
+        """Return the absolute path of a file by its number, for messages the address of an object."""
         return f"{self.folder}/{self.paths[number]}"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the files are in an object store."""
+        return is_address(self.folder)
+
+    @property
+    def root(self) -> Location:
+        """The folder."""
+        return location(f"{self.folder}{self.query}")
+
+    def place(self, number: int) -> Location:
+        """Return the place of a file by its number."""
+        return self.root / self.paths[number]
 
 
 def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
@@ -78,7 +100,7 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     """
     if config.data_path is None:
         raise DataError("no data: give --data_path=<folder with a sub-folder per dataset>, or --use_dummy_dataset=true")
-    root = Path(config.data_path).expanduser().absolute()
+    root = location(config.data_path).absolute()
     if not is_folder(root):
         itself = f"; for this file, give --data_path={root.parent} --datasets={root.name}" if is_file(root) else ""
         dummy = ". --use_dummy_dataset=true trains on made-up tokens" if not exists(root) else ""
@@ -110,10 +132,18 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     return tuple(_dataset(root, name, found[name], formats, config) for name in sorted(found))
 
 
-def recorded_tokenizer_of(dataset: Path) -> dict[str, Any]:
+def recorded_tokenizer_of(dataset: Location) -> dict[str, Any]:
     """Return what prepare.json says of the tokenizer that encoded a dataset; empty without it."""
     tokenizer = read_object(dataset / MANIFEST_FILE).get("tokenizer")
     return tokenizer if isinstance(tokenizer, dict) else {}
+
+
+def prepared_folders(root: Location) -> list[Location]:
+    """Return the sub-folders of a root that have a prepare.json, sorted by name."""
+    if isinstance(root, StorePath):
+        folders = [each for each in root.iterdir() if not each.name.startswith(".")]
+        return [each for each in sorted(folders, key=lambda each: each.name) if is_file(each / MANIFEST_FILE)]
+    return [path.parent for path in sorted(Path(str(root)).glob(f"[!.]*/{MANIFEST_FILE}"))]
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int], rewritten: Collection[str] = ()) -> str:
@@ -134,9 +164,12 @@ def index_folders(files: DatasetFiles, config: DataConfig) -> list[Path]:
     """Return possible folders of an index, in order: in `index_path` or, without one, beside the data or in a cache."""
     if config.index_path is not None:
         return [Path(config.index_path).expanduser().absolute() / files.name]
-    folders, cache = [Path(files.folder) / ".index"], os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root, folders, cache = files.root, list[Path](), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    if isinstance(root, Path):
+        folders.append(root / ".index")
+    identity = root.identity if isinstance(root, StorePath) else os.path.realpath(files.folder)
     with suppress(RuntimeError):  # a container may have no home folder
-        folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
+        folder_key = hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=8)
         folders.append(Path(cache).expanduser() / "pretraining" / "indices" / folder_key.hexdigest())
     return folders
 
@@ -144,7 +177,7 @@ def index_folders(files: DatasetFiles, config: DataConfig) -> list[Path]:
 Formats = Mapping[str, type[TokenFormat]]
 
 
-def _dataset(root: Path, name: str, scan: _Scan, formats: Formats, config: DataConfig) -> DatasetFiles:
+def _dataset(root: Location, name: str, scan: _Scan, formats: Formats, config: DataConfig) -> DatasetFiles:
     """Make the listing of a dataset from the files found in its folder."""
     place, kind = root / name, _kind_of(root / name, name, scan.files, formats, config)
     listed = _listing(place, name, scan, kind, formats)
@@ -163,7 +196,7 @@ def _dataset(root: Path, name: str, scan: _Scan, formats: Formats, config: DataC
     return listed
 
 
-def _kind_of(place: Path, name: str, paths: Collection[str], formats: Formats, config: DataConfig) -> str:
+def _kind_of(place: Location, name: str, paths: Collection[str], formats: Formats, config: DataConfig) -> str:
     """Return the format of a dataset: by suffix, then by the content of its first file."""
     suffixes = dict.fromkeys(row.suffix for row in formats.values())
     present = [suffix for suffix in suffixes if any(path.endswith(suffix) for path in paths)]
@@ -176,7 +209,7 @@ def _kind_of(place: Path, name: str, paths: Collection[str], formats: Formats, c
         )
     [(first, *others)] = of_suffix
     example = min(path for path in paths if path.endswith(present[0]))
-    path = str(place if is_file(place) else place / example)
+    path = place if is_file(place) else place / example
     return next((kind for kind in others if formats[kind].accepts(path, config)), first)  # type: ignore[attr-defined]
 
 
@@ -189,7 +222,7 @@ def _suffixes_of(row: type[TokenFormat]) -> tuple[str, ...]:
     return tuple(filter(None, (row.suffix, _companion(row))))
 
 
-def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -> DatasetFiles:
+def _listing(place: Location, name: str, scan: _Scan, kind: str, formats: Formats) -> DatasetFiles:
     suffixes = _suffixes_of(formats[kind])
     paths = tuple(sorted(path for path in scan.files if path.endswith(suffixes)))
     if kind == "arrow_stream":
@@ -199,18 +232,31 @@ def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -
         if left_out:
             log.info("%s: no %s names %s, which is left out", place, STATE_FILE, list_some(sorted(left_out), 3))
         paths = tuple(path for path in paths if path not in left_out)
-    sizes = tuple(scan.files[path].st_size for path in paths)
-    times = tuple(time_of_change(scan.files[path]) for path in paths)
+    sizes = tuple(scan.files[path][0] for path in paths)
+    times = tuple(scan.files[path][1] for path in paths)
     digest = hashlib.blake2b(digest_size=16)
     for path, size in zip(paths, sizes, strict=True):
         digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
     alone = is_file(place)
-    folder = str(place.parent if alone else place)
-    ending = formats[kind].ending
-    return DatasetFiles(name, folder, paths, sizes, digest.hexdigest(), kind, alone, times, ending=ending)
+    folder = place.parent if alone else place
+    query = folder.query if isinstance(folder, StorePath) else ""
+    unrecorded = sum(size for path, size in zip(paths, sizes, strict=True) if record_name(path) not in scan.records)
+    return DatasetFiles(
+        name,
+        str(folder),
+        paths,
+        sizes,
+        digest.hexdigest(),
+        kind,
+        alone,
+        times,
+        ending=formats[kind].ending,
+        query=query,
+        unrecorded_bytes=unrecorded,
+    )
 
 
-def saved_files(folder: Path) -> set[str]:
+def saved_files(folder: Location) -> set[str]:
     """Return the names of the files that the state.json in a folder of `save_to_disk` lists; others are no data.
 
     Raises:
@@ -241,17 +287,19 @@ class _Scan:
     """The files found in a folder.
 
     Attributes:
-        files: status by relative path.
+        files: size and time of change, or tag, by relative path.
         saved: relative paths of folders with a `STATE_FILE`.
         repeated: relative paths of folders that were found under another path before.
+        records: relative paths of records of documents in a store.
     """
 
-    files: dict[str, os.stat_result] = field(default_factory=dict)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
+    records: set[str] = field(default_factory=set)
 
 
-def _scan(folder: Path, suffixes: tuple[str, ...], companions: tuple[str, ...] = (), once: bool = True) -> _Scan:
+def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ...] = (), once: bool = True) -> _Scan:
     """Find the files with these suffixes below a folder, which may be a file.
 
     Args:
@@ -259,25 +307,46 @@ def _scan(folder: Path, suffixes: tuple[str, ...], companions: tuple[str, ...] =
         once: list a real folder under one path only: its own, else that of the first link to it. False: list it under
             each path that does not lead through it before.
     """
-    found = _Scan()
+    found, kept = _Scan(), (*suffixes, *companions)
     if is_file(folder):
         beside = [folder.with_suffix(suffix) for suffix in companions]
         paths = [folder, *beside] if folder.name.endswith(suffixes) else []
         for each in filter(is_file, paths):
-            found.files[each.name] = each.stat()
+            found.files[each.name] = _size_and_time(each)
         return found
-    kept = (*suffixes, *companions)
+    if isinstance(folder, StorePath):
+        return _scan_store(folder, kept)
+    assert isinstance(folder, Path)
     try:
         for prefix, _, entries in walk_folders(folder, found.repeated if once else None):
             for entry in entries:
                 if entry.name.endswith(kept):
                     # Follows links, so that a broken link is an error, not a missing file.
-                    found.files[prefix + entry.name] = entry.stat()
+                    status = entry.stat()
+                    found.files[prefix + entry.name] = status.st_size, time_of_change(status)
                 elif entry.name == STATE_FILE:
                     found.saved.append(prefix.rstrip("/"))
     except OSError as error:
         raise DataError(f"cannot be listed: {error.strerror}", path=error.filename or folder) from error
     return found
+
+
+def _scan_store(folder: StorePath, suffixes: tuple[str, ...]) -> _Scan:
+    """Find the files with these suffixes below a folder of a store, and ask for the tag of each."""
+    found, sizes = _Scan(), folder.files()
+    visible = [name for name in sorted(sizes) if not any(part.startswith(".") for part in name.split("/"))]
+    names = [name for name in visible if name.endswith(suffixes)]
+    for name, tag in zip(names, map_in_order(lambda name: (folder / name).tag(), names, REQUESTS), strict=True):
+        found.files[name] = sizes[name], tag
+    found.saved += [name.rpartition("/")[0] for name in visible if name.rpartition("/")[2] == STATE_FILE]
+    found.records |= sizes.keys() - {*visible}
+    return found
+
+
+def _size_and_time(path: Location) -> tuple[int, int]:
+    """Return the size of a file, and its time of change or its tag."""
+    status = path.stat()
+    return status.st_size, path.tag() if isinstance(path, StorePath) else time_of_change(status)
 
 
 Entries = list[os.DirEntry[str]]
@@ -315,10 +384,12 @@ def walk_folders(root: Path, repeated: list[str] | None) -> Iterator[tuple[str, 
             heappush(waiting, (links + each.is_symlink(), f"{prefix}{each.name}/", above | {identity}))
 
 
-def _sub_folders(folder: Path) -> list[str]:
+def _sub_folders(folder: Location) -> list[str]:
     return sorted(child.name for child in entries_of(folder) if not child.name.startswith(".") and is_folder(child))
 
 
-def _how_to_prepare(path: Path) -> str:
+def _how_to_prepare(path: Location) -> str:
+    if isinstance(path, StorePath):
+        return "`pretrain prepare` makes token files from text on a disk; copy them there (docs/data.md)"
     command = f"pretrain prepare --input_path={shlex.quote(str(path))}"
     return f"`{command}` makes token files from text, Parquet and saved datasets"

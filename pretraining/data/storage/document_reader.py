@@ -9,22 +9,33 @@ lie near each other are copied from one read.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from threading import Event
 from typing import Any
 
 import numpy as np
 
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
+from pretraining.data.storage.chunks import ChunkCache, StoreFile, chunk_cuts
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import VIRTUAL_BOS, Index
-from pretraining.data.storage.open_files import OpenFile, OpenFiles
+from pretraining.data.storage.open_files import OpenFile
+from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
+from pretraining.object_store import StorePath
 
 _TYPES = {sign * width: np.dtype(f"<{kind}{width}") for width in (1, 2, 4, 8) for sign, kind in ((1, "u"), (-1, "i"))}
 """Integer types by their bytes; negative = sign-extended."""
 _STRETCH_BYTES_PER_PIECE = 4096
 """Bytes per piece up to which one read of a run is cheaper than one read per piece."""
+
+OpenFiles = RecentlyUsed[OpenFile | StoreFile]
+
+Fetch = Callable[[Event], None]
+"""Makes a chunk ready; the event ends its retries when set."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,15 @@ class DocumentReader:
     """A reader of a dataset's documents, which refuses tokens from `vocab_size` on."""
 
     def __init__(
-        self, files: DatasetFiles, index: Index, config: DataConfig, vocab_size: int, opened: OpenFiles
+        self,
+        files: DatasetFiles,
+        index: Index,
+        config: DataConfig,
+        vocab_size: int,
+        opened: OpenFiles,
+        chunks: ChunkCache | None = None,
     ) -> None:
+        self._chunks = chunks
         self._files = files
         self._index = index
         self._bos_token, self._sep_token = config.bos, config.sep
@@ -121,9 +139,29 @@ class DocumentReader:
             else:
                 _read_singly(opened, _TYPES[kind], pieces, slice(first, last), target)
 
-    def _file(self, number: int) -> OpenFile:
-        path = self._files.path(number)
-        return self._opened.get(path, lambda: OpenFile(path, self._files.sizes[number], self._files.ending))
+    def fetches(self, spans: Spans) -> Iterator[Fetch]:
+        """Yield what makes each chunk ready that holds a part of the spans; nothing for files on a disk."""
+        if not self._files.is_remote:
+            return
+        documents, numbers = self._index.documents_at(spans.documents), self._index.files_of(spans.documents)
+        begins = documents["offset"].astype(np.int64)
+        ends = begins + documents["tokens"] * self._index.token_bytes[numbers]
+        for number in np.flatnonzero(np.bincount(numbers)).tolist():
+            stored = (numbers == number) & (ends > begins)
+            file = self._file(number)
+            assert isinstance(file, StoreFile)
+            yield from (partial(file.fetch, chunk) for chunk in file.chunks(begins[stored], ends[stored]))
+
+    def _file(self, number: int) -> OpenFile | StoreFile:
+        return self._opened.get(self._files.path(number), partial(self._open, number))
+
+    def _open(self, number: int) -> OpenFile | StoreFile:
+        files, size = self._files, self._files.sizes[number]
+        if not files.is_remote:
+            return OpenFile(files.path(number), size, files.ending)
+        place = files.place(number)
+        assert self._chunks is not None and isinstance(place, StorePath)
+        return StoreFile(place, size, files.times[number], chunk_cuts(self._index, number, size), self._chunks)
 
     def _raise_beyond_vocabulary(self, spans: Spans, positions: np.ndarray, target: np.ndarray) -> None:
         wrong = target >= self._vocab_size
@@ -143,7 +181,9 @@ class DocumentReader:
         )
 
 
-def _read_singly(file: OpenFile, dtype: np.dtype[Any], pieces: _Pieces, run: slice, target: np.ndarray) -> None:
+def _read_singly(
+    file: OpenFile | StoreFile, dtype: np.dtype[Any], pieces: _Pieces, run: slice, target: np.ndarray
+) -> None:
     """Read each piece of a run separately."""
     itemsize = target.itemsize
     content = target.data.cast("B")

@@ -10,13 +10,11 @@ Leaving such files out would change the order of runs that have begun with them.
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -24,10 +22,13 @@ import pyarrow.compute as pc
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.arrow import MAGIC, STREAM_MAGIC
+from pretraining.data.storage.content import open_ranges
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, Index
-from pretraining.data.storage.token_format import contiguous_bytes, read_bytes, width_problem
+from pretraining.data.storage.token_format import beginning_of, contiguous_bytes, read_bytes, width_problem
 from pretraining.errors import DataError
+from pretraining.files import Location
+from pretraining.object_store import StorePath
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> 
     except OSError:  # training names the file when it reads it
         return
     column, stripped = config.col_name, config.strip_tokens
-    masks = ((each.path, describe_masks(islice(rows_of(each.path), 1), column, stripped)) for each in samples)
+    masks = ((each.path, describe_masks(islice(rows_of(each.place), 1), column, stripped)) for each in samples)
     masked = next((each for each in masks if each[1] is not None), None)
     if masked is not None:
         log.warning("%s: %s", *masked)
@@ -124,7 +125,7 @@ class _Beginning:
     """The first documents of a token file, as the index has them."""
 
     def __init__(self, files: DatasetFiles, index: Index, number: int) -> None:
-        self.path = Path(files.path(number))
+        self.path, self.place = files.path(number), files.place(number)
         begin, end = index.first_documents[number : number + 2].tolist()
         documents = index.documents[begin : min(end, begin + BLOCK_DOCUMENTS)]
         self._offsets, self._lengths = documents["offset"].astype(np.int64), documents["tokens"].astype(np.int64)
@@ -134,8 +135,8 @@ class _Beginning:
         """Return how its tokens seem to have another type, or None; raise an OSError if it is unreadable."""
         width = self._type.itemsize
         begin, end = contiguous_bytes(self._offsets, self._lengths, width)
-        with self.path.open("rb") as file:
-            content = os.pread(file.fileno(), end - begin, begin)
+        with open_ranges(self.place) as read:
+            content = read(begin, end - begin)
         return width_problem(np.frombuffer(content[: len(content) // width * width], dtype=self._type))
 
     def has_no_borders(self) -> bool:
@@ -145,24 +146,23 @@ class _Beginning:
             return False
         width, firsts = self._type.itemsize, self._offsets[filled]
         lasts = firsts + (self._lengths[filled] - 1) * width
-        with self.path.open("rb") as file:
-            return all(
-                len({os.pread(file.fileno(), width, place) for place in places.tolist()}) > 1
-                for places in (firsts, lasts)
-            )
+        with open_ranges(self.place) as read:
+            return all(len({read(place, width) for place in places.tolist()}) > 1 for places in (firsts, lasts))
 
 
 # Columns that mask tokens
 
 
-def rows_of(path: str | Path) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of an Arrow file or stream, at most `ROWS_AT_ONCE` at a time; none of another file."""
-    content = pa.py_buffer(read_bytes(str(path)))
-    beginning = content[: len(MAGIC)].to_pybytes()
+def rows_of(path: Location) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of an Arrow file or stream with masks, at most `ROWS_AT_ONCE` at a time; none of another file."""
+    content = path.open_ranges()[0] if isinstance(path, StorePath) else pa.py_buffer(read_bytes(str(path)))
+    beginning = beginning_of(path, len(MAGIC))
     is_file = beginning == MAGIC
     if not is_file and not beginning.startswith(STREAM_MAGIC):
         return
     table = pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
+    if not MASKS.keys() & {*table.schema.names}:
+        return
     for batch in map(table.get_batch, range(table.num_record_batches)) if is_file else table:
         yield from (batch.slice(begin, ROWS_AT_ONCE) for begin in range(0, len(batch), ROWS_AT_ONCE))
 

@@ -23,6 +23,7 @@ from pretraining.data.storage.token_format import (
     width_problem,
 )
 from pretraining.errors import ConfigError, DataError
+from pretraining.files import Location
 
 BIN_MAGIC = 20240520
 """First number of llm.c's header of 256 32-bit numbers: magic, version, tokens."""
@@ -100,7 +101,7 @@ class RawNpyFormat(_FlatFormat):
         self.identity = f"npy_raw {self._dtype}"
 
     @staticmethod
-    def accepts(path: str, config: DataConfig) -> bool:
+    def accepts(path: Location, config: DataConfig) -> bool:
         """Return whether a file has no header, and the settings give its type."""
         return config.token_dtype is not None and beginning_of(path, len(NPY_MAGIC)) not in (b"", NPY_MAGIC)
 

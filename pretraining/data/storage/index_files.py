@@ -31,6 +31,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
 from pretraining.data.storage.content import content_record, digest_of_records, open_ranges
 from pretraining.data.storage.dataset_files import DatasetFiles, describe_changes, index_folders
+from pretraining.data.storage.document_records import check_version, local_copy, read_record
 from pretraining.data.storage.index import (
     BLOCK_DOCUMENTS,
     DOCUMENT,
@@ -51,6 +52,7 @@ from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
 from pretraining.files import reason_of
 from pretraining.launch.machine import usable_cores
+from pretraining.object_store import REQUESTS
 from pretraining.text import count_of, format_bytes
 
 log = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ def find_index(files: DatasetFiles, config: DataConfig, workers: int | None = No
     if files.content is not None:  # one process of the job has decided
         return next(filter(None, map(open_any_index, known)), None)
     record = cache(partial(_record_now, files, config, load_format(files.file_type, config)))
-    threads = workers or min(_MOST_THREADS, usable_cores())
+    threads = workers or _threads(files)
     for path in [*known, *_files_by_age(files, config, index_name(files, config, "*"))]:
         index = open_any_index(path)
         if index is None:
@@ -134,16 +136,34 @@ def changes_since(files: DatasetFiles, config: DataConfig, records: Sequence[int
 # Content
 
 
-def read_documents(files: DatasetFiles, token_format: TokenFormat, number: int) -> tuple[DocumentLayout, int]:
+def read_documents(
+    files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int
+) -> tuple[DocumentLayout, int]:
     """Return the documents of a file, and the record of its content; raise a DataError if it is unusable."""
-    path = files.path(number)
+    if files.is_remote:
+        place, size = files.place(number), files.sizes[number]
+        found = read_record(place, size, read_as(files, config), config.strip_tokens)
+        if found is not None:
+            check_version(files, number)
+            return found
+    with local_copy(files, number, config.data_cache_path) as path:
+        return read_local(files, token_format, number, path)
+
+
+def read_local(files: DatasetFiles, token_format: TokenFormat, number: int, path: str) -> tuple[DocumentLayout, int]:
+    """Return the same of a file at a path."""
     with plugin_errors("file_type", files.file_type):
         layout = token_format.documents(path)
     try:
-        with open_ranges(path) as read:
+        with open_ranges(Path(path)) as read:
             return layout, content_record(read, 0, files.sizes[number], layout)
     except OSError as error:
         raise DataError(f"cannot be read: {reason_of(error)}", path=path) from error
+
+
+def _threads(files: DatasetFiles) -> int:
+    """Return the number of threads for all files: on a disk they compute, in a store they wait."""
+    return REQUESTS if files.is_remote else min(_MOST_THREADS, usable_cores())
 
 
 def _is_current(index: Index, files: DatasetFiles, config: DataConfig, record: Record, workers: int) -> bool:
@@ -168,7 +188,7 @@ def _is_current(index: Index, files: DatasetFiles, config: DataConfig, record: R
 def _record_now(files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int) -> int | None:
     """Return the record of a file's content; None if it is unusable and in quarantine: its samples are found later."""
     try:
-        return read_documents(files, token_format, number)[1]
+        return read_documents(files, config, token_format, number)[1]
     except DataError as error:
         if config.bad_documents == "stop":
             raise
@@ -252,13 +272,13 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
     index = find_index(files, config, workers)
     if index is not None:
         return index
-    log.info(
-        "indexing dataset '%s': %s, %s", files.name, count_of(len(files.paths), "file"), format_bytes(sum(files.sizes))
-    )
+    size, whole = format_bytes(sum(files.sizes)), files.unrecorded_bytes if files.is_remote else 0
+    streamed = f"; {format_bytes(whole)} without a record of their documents are read whole, once" if whole else ""
+    log.info("indexing dataset '%s': %s, %s%s", files.name, count_of(len(files.paths), "file"), size, streamed)
 
     def write(file: IO[bytes]) -> str:
         read = partial(_read_file, files, config, load_format(files.file_type, config))
-        threads = workers or min(32, usable_cores())
+        threads = workers or _threads(files)
         with closing(map_in_order(read, range(len(files.paths)), threads)) as documents_of_files:
             content = _write_index(file, files, config, documents_of_files)
         if files.content not in (None, content):
@@ -273,6 +293,18 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
 
     what = f"the index of dataset '{files.name}'"
     return Index(write_once(index_folders(files, config), what, write, lambda path: open_any_index(path) is not None))
+
+
+def receive_index(files: DatasetFiles, config: DataConfig, pieces: Iterable[bytes]) -> None:
+    """Write the index that another machine has built, with `files.content`; raise a DataError if that fails."""
+
+    def write(file: IO[bytes]) -> str:
+        for piece in pieces:
+            file.write(piece)
+        return index_name(files, config, files.content or "")
+
+    what = f"the index of dataset '{files.name}'"
+    write_once(index_folders(files, config), what, write, lambda path: open_any_index(path) is not None)
 
 
 def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.ndarray:
@@ -341,7 +373,7 @@ def _write_index(
 
 def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int) -> _FileDocuments:
     """Find the documents of a file; raise a DataError if it is unusable."""
-    layout, record = read_documents(files, token_format, number)
+    layout, record = read_documents(files, config, token_format, number)
     too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
     if len(too_long):
         row = int(too_long[0])

@@ -20,7 +20,7 @@ import numpy as np
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import DocumentLayout, as_tokens, beginning_of, read_bytes
 from pretraining.errors import DataError
-from pretraining.files import exists
+from pretraining.files import Location, exists
 
 MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -39,9 +39,9 @@ class MegatronFormat:
         pass
 
     @staticmethod
-    def accepts(path: str, config: DataConfig) -> bool:
+    def accepts(path: Location, config: DataConfig) -> bool:
         """Return whether a `.bin` file has an index of this kind, and the settings do not name the type of tokens."""
-        beginning = beginning_of(Path(path).with_suffix(MegatronFormat.companion), len(MAGIC))
+        beginning = beginning_of(path.with_suffix(MegatronFormat.companion), len(MAGIC))
         return config.token_dtype is None and beginning == MAGIC
 
     def documents(self, path: str) -> DocumentLayout:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import weakref
+from typing import Any
 
 from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
@@ -48,10 +49,7 @@ class OpenFile:
             target, offset = target[count:], offset + count
 
 
-OpenFiles = RecentlyUsed[OpenFile]
-
-
-def open_files(limit: int | None = None) -> OpenFiles:
+def open_files(limit: int | None = None) -> RecentlyUsed[Any]:
     """Make a cache of open files; the default limit is half of the process's limit, at most 4096."""
     return RecentlyUsed(share_of_open_files(2) if limit is None else limit, cost=lambda _: 1)
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from pretraining.config.plugins import TOKEN_FORMATS, load_plugin, plugin_errors
 from pretraining.config.training import DataConfig
+from pretraining.data.storage.content import open_ranges
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import LFS_POINTER, check_regular, lfs_pointer_hint
+from pretraining.files import LFS_POINTER, Location, check_regular, lfs_pointer_hint
 
 _SMALL_FILE_BYTES = 1 << 16
 """Size up to which reading a file is faster than mapping it."""
@@ -113,12 +114,11 @@ def read_bytes(path: str) -> np.ndarray:
     return np.frombuffer(content, dtype=np.uint8)
 
 
-def beginning_of(path: str | Path, size: int) -> bytes:
+def beginning_of(path: Location, size: int) -> bytes:
     """Return the first bytes of a file; empty if it is no readable file."""
     try:
-        check_regular(path)
-        with Path(path).open("rb") as file:
-            return file.read(size)
+        with open_ranges(path) as read:
+            return read(0, size)
     except OSError:
         return b""
 

@@ -21,6 +21,7 @@ from typing import Any, overload
 
 from pretraining.config.rules import check_config
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
+from pretraining.data.storage.document_records import record_name
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import DataError, PretrainError
 from pretraining.files import exists, flush_folder, output_errors, read_object, write_atomic, write_flushed
@@ -245,7 +246,8 @@ class _Job:
         largest_token = max(record.largest_token for record in records)
         vocab_size = tokenizer.vocab_size if tokenizer else self.config.vocab_size or largest_token + 1
         content = manifest(self.found.settings, tokenizer, vocab_size, encoding.dtype.name, records)
-        kept = {MANIFEST_FILE, INPUTS_FILE, *(file.name for record in records for file in record.files)}
+        names = [file.name for record in records for file in record.files]
+        kept = {MANIFEST_FILE, INPUTS_FILE, *names, *map(record_name, names)}
         try:
             for leftover in {path.name for path in work.files.iterdir()} - kept:  # from other settings, or incomplete
                 (work.files / leftover).unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.threads import map_in_order
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
-from pretraining.files import entries_of, exists, is_folder, read_json, read_object, reason_of, write_atomic
+from pretraining.files import Location, entries_of, exists, is_folder, read_json, read_object, reason_of, write_atomic
 from pretraining.launch.machine import usable_cores
 from pretraining.text import list_some
 from pretraining.tools.prepare.token_files import COLUMN, TokenFile, token_dtype
@@ -241,7 +241,7 @@ def manifest(
     return json.dumps(content, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
 
 
-def read_summary(folder: Path) -> PrepareSummary:
+def read_summary(folder: Location) -> PrepareSummary:
     """Read a dataset's prepare.json.
 
     Raises:
@@ -263,7 +263,7 @@ def read_summary(folder: Path) -> PrepareSummary:
             "files": files,
         }
         present = {each.name: found[each.name] for each in fields(PrepareSummary) if each.name in found}
-        summary = PrepareSummary(folder=folder, **present)
+        summary = PrepareSummary(folder=Path(str(folder)), **present)
         numbers = [*(content[name] for name in _NUMBERS), summary.vocab_size, *(file.bytes for file in files)]
         if {*map(type, numbers)} != {int} or not all(isinstance(token_file.name, str) for token_file in files):
             raise ValueError("a value has a wrong type")
@@ -371,7 +371,7 @@ def check_input(folder: Path, digest: str | None, parts: Sequence[Part]) -> None
         write_atomic(folder / INPUTS_FILE, inputs_document(now))
 
 
-def remedy_for(folder: Path) -> str:
+def remedy_for(folder: Location) -> str:
     """Return the way on if a dataset was made from something else."""
     return f"Choose another --dataset or --output_path, or delete {folder} to prepare it again"
 

@@ -14,6 +14,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from pretraining.config.training import DataConfig
+from pretraining.data.storage.arrow import ArrowFormat
+from pretraining.data.storage.document_records import write_record
 from pretraining.files import file_checksum, flush_folder
 
 COLUMN = "tokens"
@@ -105,6 +108,8 @@ class TokenWriter:
         name = f"{self._prefix}{len(self.files):06d}.arrow"
         self._temporary.replace(self._folder / name)
         flush_folder(self._folder)
+        layout = ArrowFormat(DataConfig(col_name=COLUMN)).documents(str(self._folder / name))
+        write_record(self._folder / name, layout, f"arrow {COLUMN}")
         self.files.append(TokenFile(name, self._documents, self._tokens, size, checksum))
         self._writer = None
         self._documents = self._tokens = 0

@@ -38,6 +38,7 @@ from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.launch.machine import MachineMemory
 from pretraining.model.hf import ORIGIN_FILE, parameter_shapes
+from pretraining.text import parse_bytes
 from pretraining.tools import import_weights as import_module
 from pretraining.tools.commands import ExportConfig, ImportConfig
 from pretraining.tools.export import export
@@ -95,7 +96,7 @@ def test_float32_keeps_every_bit_and_bfloat16_rounds_each_weight_in_files_as_lar
     assert index["metadata"]["total_size"] == 4 * index["metadata"]["total_parameters"]
     assert index["metadata"]["total_parameters"] == sum(map(torch.Tensor.numel, rounded.values()))
     sizes = {"6KB": 6000, "1.5 mb": 1_500_000, "2GiB": 2**31}
-    assert {text: ExportConfig("r", "o", max_shard_size=text).max_shard_bytes for text in sizes} == sizes
+    assert {text: parse_bytes(text) for text in sizes} == sizes
     for name, dtype in (("exact", "float32"), ("out", "bfloat16")):
         assert exported_json(tmp_path / name, "config.json")["dtype"] == dtype
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()

@@ -1,0 +1,206 @@
+"""The documents of token files in an object store, found without reading the tokens of each.
+
+    prepare:  finished file --`write_record`--> .<name>.documents beside it: places, lengths, first and last tokens
+    index:    that record, if it fits the object  -->  DocumentLayout      some ranges of the object are read
+              without one, the whole object       -->  `local_copy`        a file on a local disk, for any format
+
+A record is hidden, so listings, digests and earlier versions do not see it. It fits an object of its size whose content
+record is the recorded one.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import BoundedSemaphore
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pretraining.data.storage.content import content_record, open_ranges
+from pretraining.data.storage.token_format import DocumentLayout
+from pretraining.errors import DataError
+from pretraining.files import Location, read_file, reason_of, write_atomic
+from pretraining.object_store import StorePath
+from pretraining.text import format_bytes
+
+if TYPE_CHECKING:
+    from pretraining.data.storage.dataset_files import DatasetFiles
+
+COPIES_AT_ONCE = 4
+"""Local copies of a process at once; their disk holds as many of the largest objects."""
+_LARGEST_RECORD_BYTES = 2**31
+_BYTES_PER_DOCUMENT = 32
+_WINDOW_BYTES = 4096
+_MOST_STRIPPED_SHARE = 1 / 64
+"""Share of documents to strip from which on an object is read whole: that is fewer requests."""
+_copies = BoundedSemaphore(COPIES_AT_ONCE)
+
+
+def record_name(path: str) -> str:
+    """Return the name of the record of a file."""
+    folder, slash, name = path.rpartition("/")
+    return f"{folder}{slash}.{name}.documents"
+
+
+class EndTokens:
+    """The tokens of an object by position, as the array of a `DocumentLayout`: ends of documents are known.
+
+    Others are read from the object.
+
+    Args:
+        positions: [n] int64, ascending.
+        tokens: [n] tokens at these positions.
+    """
+
+    def __init__(self, place: Location, positions: np.ndarray, tokens: np.ndarray) -> None:
+        self.dtype = tokens.dtype
+        self._place, self._positions, self._tokens = place, positions, tokens
+        self._windows: dict[int, bytes] = {}
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        """Return the tokens at some positions, [n]."""
+        if not len(positions):
+            return self._tokens[:0]
+        found = np.minimum(np.searchsorted(self._positions, positions), len(self._positions) - 1)
+        tokens: np.ndarray = self._tokens[found]
+        for number in np.flatnonzero(self._positions[found] != positions).tolist():
+            tokens[number] = self._read(int(positions[number]))
+        return tokens
+
+    def _read(self, position: int) -> np.ndarray:
+        window, begin = divmod(position * self.dtype.itemsize, _WINDOW_BYTES)
+        if window not in self._windows:
+            with open_ranges(self._place) as read:
+                self._windows[window] = read(window * _WINDOW_BYTES, _WINDOW_BYTES)
+        return np.frombuffer(self._windows[window], self.dtype, 1, begin)[0]  # type: ignore[no-any-return]
+
+
+def write_record(path: Path, layout: DocumentLayout, read_as: str) -> None:
+    """Write the record of a finished token file.
+
+    Args:
+        read_as: settings that the layout depends on (`index_files.read_as`).
+    """
+    size = path.stat().st_size
+    with open_ranges(path) as read:
+        record = content_record(read, 0, size, layout)
+    filled = layout.lengths > 0
+    begins, ends = layout.offsets[filled], layout.offsets[filled] + layout.lengths[filled] * layout.width
+    content = io.BytesIO()
+    np.savez_compressed(
+        content,
+        read_as=np.array(read_as),
+        numbers=np.array([size, record], dtype="<u8"),
+        # Documents mostly follow each other, so that these are zeros.
+        gaps=begins - np.concatenate(([0], ends[:-1])),
+        lengths=layout.lengths.astype("<u4"),
+        firsts=layout.tokens[begins // layout.width],
+        lasts=layout.tokens[ends // layout.width - 1],
+    )
+    write_atomic(path.with_name(record_name(path.name)), content.getvalue())
+
+
+def read_record(
+    place: Location, size: int, read_as: str, strip_tokens: Sequence[int]
+) -> tuple[DocumentLayout, int] | None:
+    """Return the documents of an object by its record, and the record of its content; None unless the record fits it.
+
+    Args:
+        size: of the object.
+        strip_tokens: if many documents begin or end with them, the result is None, too.
+    """
+    try:
+        content = io.BytesIO(read_file(place.parent / record_name(place.name), _LARGEST_RECORD_BYTES))
+        if sum(each.file_size for each in zipfile.ZipFile(content).infolist()) > _BYTES_PER_DOCUMENT * size + 2**16:
+            return None
+        with np.load(content, allow_pickle=False) as parts:
+            names = ("read_as", "numbers", "gaps", "lengths", "firsts", "lasts")
+            recorded_as, numbers, gaps, lengths, firsts, lasts = (parts[name] for name in names)
+        layout = _layout(place, size, gaps, lengths.astype(np.int64), firsts, lasts)
+        is_read_alike = str(recorded_as) == read_as and int(numbers[0]) == size
+        ends = np.isin(np.concatenate((firsts, lasts)), strip_tokens)
+        if not is_read_alike or ends.sum() > _MOST_STRIPPED_SHARE * len(lengths):
+            return None
+        with open_ranges(place) as read:
+            found = content_record(read, 0, size, layout)
+        return (layout, found) if found == int(numbers[1]) else None
+    except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile, EOFError):
+        return None
+
+
+def _layout(
+    place: Location, size: int, gaps: np.ndarray, lengths: np.ndarray, firsts: np.ndarray, lasts: np.ndarray
+) -> DocumentLayout:
+    """Return the layout in a record; raise a ValueError if it is impossible."""
+    width, filled = firsts.dtype.itemsize, np.flatnonzero(lengths)
+    sizes = lengths[filled] * width
+    begins = np.cumsum(gaps.astype(np.int64)) + np.cumsum(sizes) - sizes
+    is_inside = (begins >= 0) & (begins % width == 0) & (begins + sizes <= size)
+    if firsts.dtype != lasts.dtype or firsts.dtype.kind not in "iu" or not is_inside.all():
+        raise ValueError("documents outside the file")
+    offsets = np.zeros(len(lengths), dtype=np.int64)
+    offsets[filled] = begins
+    positions = np.concatenate((begins // width, (begins + sizes) // width - 1))
+    order = np.argsort(positions, kind="stable")
+    tokens: Any = EndTokens(place, positions[order], np.concatenate((firsts, lasts))[order])
+    return DocumentLayout(offsets, lengths, width, tokens)
+
+
+@contextmanager
+def local_copy(files: DatasetFiles, number: int, folder: str | None = None) -> Iterator[str]:
+    """Provide the path of a token file on a disk: its own, or that of a copy of an object, which is removed at the end.
+
+    Beside it is the file that belongs to it: of Megatron's pairs. Errors about the copy name the object.
+
+    Args:
+        folder: for copies; None = that of the system for temporary files.
+
+    Raises:
+        DataError: the disk has no room, or the object has changed since it was listed.
+    """
+    if not files.is_remote:
+        yield files.path(number)
+        return
+    stem, partners = Path(files.paths[number]).with_suffix(""), list[int]()
+    if stem.with_suffix(".idx").as_posix() in files.paths:
+        partners = [each for each, path in enumerate(files.paths) if Path(path).with_suffix("") == stem]
+    with _copies, TemporaryDirectory(prefix="pretrain-", dir=folder, ignore_cleanup_errors=True) as copies:
+        try:
+            for each in {number, *partners}:
+                # The tokens of a pair are not read with its index, so that a file of their size is enough.
+                _copy(files, each, Path(copies), is_empty=each != number and not files.paths[each].endswith(".idx"))
+            yield f"{copies}/{files.paths[number]}"
+        except DataError as error:
+            error.args = (str(error).replace(copies, files.folder),)
+            raise
+
+
+def _copy(files: DatasetFiles, number: int, folder: Path, *, is_empty: bool) -> None:
+    place, target = files.place(number), folder / files.paths[number]
+    assert isinstance(place, StorePath)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as file:
+            file.truncate(files.sizes[number])
+            for piece in place.pieces() if not is_empty else ():
+                file.write(piece)
+    except OSError as error:
+        size = format_bytes(files.sizes[number])
+        raise DataError(
+            f"its copy of {size} in {folder.parent} cannot be written: {reason_of(error)}. Make room there, or give "
+            "--data_cache_path=<a folder with room>",
+            path=place,
+        ) from error
+    check_version(files, number)
+
+
+def check_version(files: DatasetFiles, number: int) -> None:
+    """Raise a DataError if an object is not the listed version."""
+    place = files.place(number)
+    if isinstance(place, StorePath) and place.tag() != files.times[number]:
+        raise DataError("changed while it was read: start again", path=place)
