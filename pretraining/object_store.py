@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 2**22
 LOG_SECONDS = 60.0
 """Time between two log lines about a failing store."""
-LONGEST_PAUSE_SECONDS = 30.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
 TRIES_OF_PATH = 5
 """Tries of a call of a `StorePath`, within about 15 seconds of pauses."""
 REQUESTS = 32
@@ -184,7 +184,7 @@ class Store:
         Raises:
             StoreError: the last try has failed, or a try after `stop` was set.
         """
-        pause, logged = 1.0, -LOG_SECONDS
+        pause, logged = FIRST_PAUSE_SECONDS, -LOG_SECONDS
         for number in count(1):
             try:
                 return action()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pyarrow.fs
@@ -38,6 +40,7 @@ class ObjectStore:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._faults: list[list[Any]] = []
         self.met = 0  # faults so far
+        self.sent_bytes = 0  # to clients of the proxy
         threading.Thread(target=self._accept, daemon=True).start()
         self.files = pyarrow.fs.S3FileSystem(
             access_key="test",
@@ -60,12 +63,24 @@ class ObjectStore:
         return f"s3://{BUCKET}/{path}?scheme=http&endpoint_override={endpoint}"
 
     def fault(self, pattern: bytes, action: str, times: int) -> None:
-        """Spoil the next requests that contain a pattern: "503", "403", "cut" (in the middle) or "away"."""
+        """Spoil the next requests that contain a pattern: "503", "403", "cut" (in the middle), "away", "slow"."""
         self._faults.append([pattern, action, times])
 
     def heal(self) -> None:
         """Spoil nothing from now on."""
         self._faults.clear()
+
+    def upload(self, folder: Path, path: str) -> str:
+        """Copy a folder of a disk, hidden files too, but no indices; return its address."""
+        for file in folder.rglob("*"):
+            if file.is_file() and ".index" not in file.parts:
+                self.put(f"{path}/{file.relative_to(folder).as_posix()}", file.read_bytes())
+        return self.address(path)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write an object."""
+        with self.files.open_output_stream(f"{BUCKET}/{name}") as stream:
+            stream.write(content)
 
     def names(self, path: str) -> set[str]:
         """Every object in a folder."""
@@ -85,6 +100,10 @@ class ObjectStore:
         with suppress(OSError), source, target:
             while chunk := source.recv(2**16):
                 action = self._action_for(chunk) if is_client else None
+                self.sent_bytes += 0 if is_client else len(chunk)
+                if action == "slow":
+                    time.sleep(0.5)
+                    action = None
                 if action in _ANSWERS:
                     source.sendall(_ANSWER % _ANSWERS[action])
                     return

@@ -26,7 +26,6 @@ from pretraining.data.sampling.mixture import Mixture
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.document_reader import Fetch
 from pretraining.errors import DataError
-from pretraining.object_store import StoreError
 
 if TYPE_CHECKING:
     import torch
@@ -195,7 +194,7 @@ class BatchReader:
         """Read the spans of one dataset into the rows `numbers`."""
         try:
             source.read(spans, rows.tokens, numbers)
-        except (DataError, StoreError) as error:
+        except DataError as error:
             if len(numbers) > 1:
                 for number in numbers:  # one by one, to find the unreadable samples
                     taken = [self._begin + number]

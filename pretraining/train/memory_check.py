@@ -33,7 +33,7 @@ from pretraining.launch.machine import machine_memory
 from pretraining.observability.profiler import TRACES
 from pretraining.observability.throughput import peak_bytes
 from pretraining.optim.registry import measure_state
-from pretraining.text import format_gib
+from pretraining.text import format_gib, parse_bytes
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,31 @@ def check_memory(config: TrainConfig, shape: LlamaShape, dims: DimSizes, process
         f"--seq_length={config.data.seq_length} need about {format_gib(needed.total)} per process ({parts}), "
         f"and there are {limit}. {would_fit}. Start anyway with --ignore_memory=true"
     )
+
+
+def check_cached_data(
+    config: TrainConfig, shape: LlamaShape, dims: DimSizes, processes: Processes, data_bytes: int
+) -> None:
+    """Refuse a cache in memory that cannot fit in the machine, on a CPU beside the model.
+
+    Args:
+        data_bytes: of all data in object stores.
+
+    Raises:
+        ConfigError: it cannot fit, and `ignore_memory` is off.
+    """
+    cached, memory = min(data_bytes, parse_bytes(config.data.data_cache_size)), machine_memory()
+    if config.data.data_cache_path is not None or config.run.ignore_memory:
+        return
+    is_cpu, rank = processes.device.type == "cpu", _rank(config, dims, processes.device)
+    resident = estimate_memory(config, shape, rank).total * dims.node if is_cpu else 0
+    if cached + resident * (1 - TOLERANCE) > memory.available:
+        beside = f" beside the {format_gib(resident)} of training" if is_cpu else ""
+        raise ConfigError(
+            f"--data_cache_size={config.data.data_cache_size} keeps up to {format_gib(cached)} of data in memory"
+            f"{beside}, and {format_gib(memory.available)} are available in {memory.limited_by}. Give "
+            "--data_cache_path=<a folder on a local disk>, or a smaller size"
+        )
 
 
 @contextmanager

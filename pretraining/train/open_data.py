@@ -63,6 +63,13 @@ class OpenedData:
     training: OpenedDatasets | None
     folders: tuple[tuple[EvaluationFolder, OpenedDatasets], ...] = ()
 
+    @property
+    def remote_bytes(self) -> int:
+        """Size of all files in object stores."""
+        opened = filter(None, (self.training, *(each for _, each in self.folders)))
+        listed = [dataset.files for each in opened for dataset in each.datasets]
+        return sum(sum(files.sizes) for files in listed if files.is_remote)
+
 
 def open_data(config: TrainConfig, processes: Processes, index_folder: str | None = None) -> OpenedData:
     """Open a job's datasets and evaluation folders in every process.

@@ -42,13 +42,15 @@ from pretraining.data.storage.open_files import OpenFile, share_of_open_files
 from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
 from pretraining.files import reason_of
-from pretraining.object_store import Store, StorePath
+from pretraining.object_store import Store, StoreError, StorePath
 
 log = logging.getLogger(__name__)
 
 LARGEST_CHUNK_BYTES = 2**22
 TRIES = 9
 """Tries of a fetch, within about two minutes of pauses."""
+FAILED_SECONDS = 300.0
+"""Time for which a chunk that could not be had is not asked for again."""
 TOUCH_SECONDS = 60.0
 """A chunk in use counts as used again after this time."""
 KEPT_SHARE = 0.9
@@ -140,7 +142,8 @@ class ChunkCache:
             if coming is None:
                 own = self._coming[key] = Future[Chunk]()
         if coming is not None:
-            return coming.result()
+            # A fetch that failed may have been one that nobody waited for.
+            return coming.result() if coming.exception() is None else self._find(key, size, fetch)
         try:
             own.set_result(self._in_folder(key, size) or self._keep(key, fetch()))
         except BaseException as error:
@@ -240,6 +243,7 @@ class StoreFile:
         self._version = version.hexdigest()
         self._last: tuple[int, int, Chunk] = (0, -1, _MemoryChunk(b""))
         self._opened: pyarrow.NativeFile | None = None
+        self._failures: dict[int, tuple[float, str]] = {}
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` (bytes) from a position of the file; raise a DataError if it cannot be had, or has changed."""
@@ -296,7 +300,15 @@ class StoreFile:
             self._opened = self._open(store)
             return content
 
-        return self._place.ask(read, stop, TRIES)
+        failed_at, problem = self._failures.get(begin, (-FAILED_SECONDS, ""))
+        if time.monotonic() - failed_at < FAILED_SECONDS:  # each sample in the chunk would wait as long
+            raise DataError(problem)
+        try:
+            return self._place.ask(read, stop, TRIES)
+        except StoreError as error:
+            if not stop.is_set():
+                self._failures[begin] = time.monotonic(), str(error)
+            raise DataError(str(error)) from error
 
     def _open(self, store: Store) -> pyarrow.NativeFile:
         opened = store.open(self._place.key)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import BoundedSemaphore
@@ -89,18 +90,18 @@ def write_record(path: Path, layout: DocumentLayout, read_as: str) -> None:
     size = path.stat().st_size
     with open_ranges(path) as read:
         record = content_record(read, 0, size, layout)
+    ends = layout.offsets + layout.lengths * layout.width
     filled = layout.lengths > 0
-    begins, ends = layout.offsets[filled], layout.offsets[filled] + layout.lengths[filled] * layout.width
     content = io.BytesIO()
     np.savez_compressed(
         content,
         read_as=np.array(read_as),
         numbers=np.array([size, record], dtype="<u8"),
         # Documents mostly follow each other, so that these are zeros.
-        gaps=begins - np.concatenate(([0], ends[:-1])),
+        gaps=layout.offsets - np.concatenate(([0], ends[:-1])),
         lengths=layout.lengths.astype("<u4"),
-        firsts=layout.tokens[begins // layout.width],
-        lasts=layout.tokens[ends // layout.width - 1],
+        firsts=layout.tokens[layout.offsets[filled] // layout.width],
+        lasts=layout.tokens[ends[filled] // layout.width - 1],
     )
     write_atomic(path.with_name(record_name(path.name)), content.getvalue())
 
@@ -129,7 +130,7 @@ def read_record(
         with open_ranges(place) as read:
             found = content_record(read, 0, size, layout)
         return (layout, found) if found == int(numbers[1]) else None
-    except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile, EOFError):
+    except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
 
@@ -138,13 +139,11 @@ def _layout(
 ) -> DocumentLayout:
     """Return the layout in a record; raise a ValueError if it is impossible."""
     width, filled = firsts.dtype.itemsize, np.flatnonzero(lengths)
-    sizes = lengths[filled] * width
-    begins = np.cumsum(gaps.astype(np.int64)) + np.cumsum(sizes) - sizes
+    offsets = np.cumsum(gaps.astype(np.int64) + lengths * width) - lengths * width
+    begins, sizes = offsets[filled], lengths[filled] * width
     is_inside = (begins >= 0) & (begins % width == 0) & (begins + sizes <= size)
     if firsts.dtype != lasts.dtype or firsts.dtype.kind not in "iu" or not is_inside.all():
         raise ValueError("documents outside the file")
-    offsets = np.zeros(len(lengths), dtype=np.int64)
-    offsets[filled] = begins
     positions = np.concatenate((begins // width, (begins + sizes) // width - 1))
     order = np.argsort(positions, kind="stable")
     tokens: Any = EndTokens(place, positions[order], np.concatenate((firsts, lasts))[order])
@@ -166,9 +165,12 @@ def local_copy(files: DatasetFiles, number: int, folder: str | None = None) -> I
     if not files.is_remote:
         yield files.path(number)
         return
-    stem, partners = Path(files.paths[number]).with_suffix(""), list[int]()
-    if stem.with_suffix(".idx").as_posix() in files.paths:
-        partners = [each for each, path in enumerate(files.paths) if Path(path).with_suffix("") == stem]
+    stem, partners = files.paths[number].rpartition(".")[0], list[int]()
+    if f"{stem}.idx" in files.paths:
+        partners = [each for each, path in enumerate(files.paths) if path.rpartition(".")[0] == stem]
+    if folder is not None:
+        with suppress(OSError):  # which the next line names
+            Path(folder).mkdir(parents=True, exist_ok=True)
     with _copies, TemporaryDirectory(prefix="pretrain-", dir=folder, ignore_cleanup_errors=True) as copies:
         try:
             for each in {number, *partners}:

@@ -1,0 +1,489 @@
+"""Data in an object store: the same samples as on a disk, whatever the store, the cache and the objects suffer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from object_store import CREDENTIALS, ObjectStore
+from unit.data.token_files import (
+    SEP,
+    loader,
+    make_root,
+    opened,
+    plan,
+    random_documents,
+    rows,
+    write_documents,
+    write_flat,
+)
+
+from pretraining.config.training import DataConfig
+from pretraining.data.dataset import build_loader, working_set_bytes
+from pretraining.data.storage import chunks, index_files
+from pretraining.data.storage.arrow import ArrowFormat
+from pretraining.data.storage.chunks import ChunkCache
+from pretraining.data.storage.dataset_files import list_datasets
+from pretraining.data.storage.document_records import record_name, write_record
+from pretraining.errors import DataError
+from pretraining.object_store import Store, StorePath, location
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    before = dict(os.environ)
+    os.environ.update(CREDENTIALS)
+    with ObjectStore() as store:
+        yield store
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    monkeypatch.setattr("pretraining.object_store.LONGEST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("pretraining.object_store.FIRST_PAUSE_SECONDS", 0.01)
+    yield server
+    server.heal()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return make_root(tmp_path / "data", web=300, code=200)
+
+
+def settings(path: str | Path, tmp_path: Path, **values: Any) -> DataConfig:
+    """Settings with an index folder of their own, as on another machine."""
+    place = "store" if "://" in str(path) else "disk"
+    return DataConfig(
+        data_path=str(path),
+        index_path=str(tmp_path / f"index-{place}"),
+        seq_length=16,
+        sep_token=values.pop("sep_token", SEP),
+        logical_shards=8,
+        **values,
+    )
+
+
+def first_steps(config: DataConfig, steps: int = 24) -> list[list[list[int]]]:
+    with loader(config, plan(6)) as batches:
+        return [rows(batch) for batch in islice(batches, steps)]
+
+
+def add_records(folder: Path) -> None:
+    """Write the records that `pretrain prepare` leaves beside its files."""
+    for path in folder.rglob("*.arrow"):
+        write_record(path, ArrowFormat(DataConfig()).documents(str(path)), "arrow tokens")
+
+
+# The same samples
+
+
+@pytest.mark.parametrize("has_records", [True, False], ids=["records", "streamed"])
+@pytest.mark.parametrize("in_folder", [True, False], ids=["folder", "memory"])
+@pytest.mark.parametrize(
+    "values", [{}, {"packing": "best_fit"}, {"num_workers": 0, "bos_token": 5}, {"held_out_fraction": 0.1}]
+)
+def test_samples_are_those_of_a_disk(
+    has_records: bool, in_folder: bool, values: dict[str, Any], root: Path, tmp_path: Path, store: ObjectStore
+) -> None:
+    if has_records:
+        add_records(root)
+    address = store.upload(root, tmp_path.name)
+    cache = {"data_cache_path": str(tmp_path / "cache")} if in_folder else {}
+    disk, stored = settings(root, tmp_path, **values), settings(address, tmp_path, **values, **cache)
+    assert first_steps(disk) == first_steps(stored)
+    indices = [sorted(path.name for path in Path(each.index_path or "").rglob("*.index")) for each in (disk, stored)]
+    assert indices[0] == indices[1] and len(indices[0]) == 2
+    assert (tmp_path / "cache").exists() == in_folder
+
+
+def test_a_run_moves_between_a_disk_and_a_store_and_keeps_its_version_of_the_order(
+    root: Path, tmp_path: Path, store: ObjectStore
+) -> None:
+    disk, stored = settings(root, tmp_path), settings(store.upload(root, tmp_path.name), tmp_path)
+    for version in (1, 2):
+        whole, parts, state = list[Any](), list[Any](), None
+        with loader(disk, plan(6)) as batches:
+            batches.keep_order(version)
+            whole = [rows(batch) for batch in islice(batches, 12)]
+        for config in (disk, stored, disk, stored):
+            with loader(config, plan(6)) as batches:
+                if state is None:
+                    batches.keep_order(version)
+                else:
+                    batches.load_state_dict(state)
+                parts += [rows(batch) for batch in islice(batches, 3)]
+                state = batches.state_dict()
+        assert parts == whole
+
+
+FORMATS: dict[str, Callable[[Path], dict[str, Any]]] = {}
+
+
+def written_as(write: Callable[[Path], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
+    FORMATS[write.__name__] = write
+    return write
+
+
+@written_as
+def npy(folder: Path) -> dict[str, Any]:
+    write_flat(folder / "a.npy", random_documents(90, 1), "<u2")
+    return {}
+
+
+@written_as
+def npy_raw(folder: Path) -> dict[str, Any]:
+    write_flat(folder / "a.raw.npy", random_documents(90, 1), "<u2")
+    return {"token_dtype": "uint16", "file_type": "npy_raw"}
+
+
+@written_as
+def llm_c(folder: Path) -> dict[str, Any]:
+    write_flat(folder / "a.bin", random_documents(90, 1), "<u2", version=1)
+    return {}
+
+
+@written_as
+def megatron(folder: Path) -> dict[str, Any]:
+    write_flat(folder / "deep" / "a.idx.bin", random_documents(90, 1), "<i4")
+    write_flat(folder / "b.idx.bin", random_documents(40, 2), "<i4")
+    return {}
+
+
+@written_as
+def save_to_disk(folder: Path) -> dict[str, Any]:
+    for name in ("data-00000.arrow", "cache-1234.arrow"):
+        folder.mkdir(parents=True, exist_ok=True)
+        schema = pa.schema([("tokens", pa.list_(pa.int32()))])
+        with pa.ipc.new_stream(str(folder / name), schema) as writer:
+            documents = random_documents(90, len(name))
+            writer.write_batch(pa.record_batch([pa.array(documents, pa.list_(pa.int32()))], schema=schema))
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "data-00000.arrow"}]}')
+    return {}
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_every_format_is_read(name: str, tmp_path: Path, store: ObjectStore) -> None:
+    values = FORMATS[name](tmp_path / "data" / "web")
+    address = store.upload(tmp_path / "data", tmp_path.name)
+    assert first_steps(settings(tmp_path / "data", tmp_path, **values)) == first_steps(
+        settings(address, tmp_path, **values)
+    )
+
+
+def test_a_dataset_is_a_folder_or_file_below_the_address_and_hidden_names_are_none(
+    root: Path, tmp_path: Path, store: ObjectStore
+) -> None:
+    address = store.upload(root, tmp_path.name)
+    store.put(f"{tmp_path.name}/.old/one.arrow", b"x")
+    store.put(f"{tmp_path.name}/web/.old/one.arrow", b"x")
+    config = settings(address, tmp_path)
+    assert [files.name for files in list_datasets(config)] == ["code", "web"]
+    (alone,) = list_datasets(replace(config, datasets=("web/one.arrow",)))
+    assert (alone.is_file, alone.paths) == (True, ("one.arrow",))
+    assert alone.path(0) == f"s3://bucket/{tmp_path.name}/web/one.arrow"
+    with pytest.raises(DataError, match=r"--datasets names 'wob', which does not exist; s3://bucket/\S+ has code, web"):
+        list_datasets(replace(config, datasets=("wob",)))
+    with pytest.raises(DataError, match="--data_path is not a folder"):
+        list_datasets(replace(config, data_path=store.address("nowhere")))
+    with pytest.raises(DataError, match=r"copy them there \(docs/data.md\)"):
+        list_datasets(replace(config, data_path=store.address(f"{tmp_path.name}/web")))
+
+
+def test_an_index_by_records_reads_little_and_one_without_says_what_it_reads(
+    tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    write_documents(tmp_path / "data" / "web" / "a.arrow", random_documents(300_000 // 20, largest=200))
+    add_records(tmp_path / "data")
+    size = (tmp_path / "data" / "web" / "a.arrow").stat().st_size
+    address = store.upload(tmp_path / "data", tmp_path.name)
+    read = _count_bytes(store, lambda: opened(settings(address, tmp_path)))
+    assert read < size / 4 and "read whole" not in caplog.text
+    store.files.delete_file(f"bucket/{tmp_path.name}/web/.a.arrow.documents")
+    config = replace(settings(address, tmp_path), index_path=str(tmp_path / "other"))
+    assert _count_bytes(store, lambda: opened(config)) > size
+    assert "3.1 MB without a record of their documents are read whole, once" in caplog.text
+
+
+def _count_bytes(store: ObjectStore, action: Callable[[], object]) -> int:
+    before = store.sent_bytes
+    action()
+    return store.sent_bytes - before
+
+
+@pytest.mark.parametrize("strip", [(), (3,), (3, 4)])
+def test_records_give_the_index_of_the_files_also_with_stripped_ends(
+    strip: tuple[int, ...], tmp_path: Path, store: ObjectStore
+) -> None:
+    documents = random_documents(400, largest=9)
+    documents[50], documents[51], documents[399] = [3, 4, 3, 8, 8, 4, 3], [3, 3, 4], [8, 3]
+    documents[0], documents[200] = [], [3]
+    others = [[min(token + 10, 998) for token in document] for document in documents]
+    others[50:52], others[399] = documents[50:52], documents[399]
+    write_documents(tmp_path / "data" / "web" / "a.arrow", others, batch_documents=30)
+    add_records(tmp_path / "data")
+    address = store.upload(tmp_path / "data", tmp_path.name)
+    values: dict[str, Any] = {"strip_tokens": strip, "bos_token": 8, "min_length": 2}
+    kinds = [settings(tmp_path / "data", tmp_path, **values), settings(address, tmp_path, **values)]
+    contents = [opened(config).datasets[0].index.path.read_bytes() for config in kinds]
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize("fault", ["of another file", "damaged", "of other settings", "outside the file"])
+def test_a_record_that_does_not_fit_does_not_count(fault: str, root: Path, tmp_path: Path, store: ObjectStore) -> None:
+    path = root / "web" / "one.arrow"
+    write_record(
+        path, ArrowFormat(DataConfig()).documents(str(path)), "arrow other" if "settings" in fault else "arrow tokens"
+    )
+    record = path.with_name(record_name(path.name))
+    if fault == "damaged":
+        content = bytearray(record.read_bytes())
+        content[len(content) // 2] ^= 1
+        record.write_bytes(content)
+    elif fault == "of another file":
+        write_documents(path, random_documents(100, 77), batch_documents=7)
+    elif fault == "outside the file":
+        with np.load(record) as parts:
+            np.savez(record.with_suffix(".npz"), **{**parts, "gaps": parts["gaps"] + 10**9})
+        record.with_suffix(".npz").replace(record)
+    address = store.upload(root, tmp_path.name)
+    assert first_steps(settings(root, tmp_path)) == first_steps(settings(address, tmp_path))
+
+
+# Changed objects
+
+
+def test_an_object_that_is_replaced_is_looked_at_again_and_other_content_is_another_index(
+    root: Path, tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = settings(store.upload(root, tmp_path.name), tmp_path)
+    before = first_steps(config)
+    store.put(f"{tmp_path.name}/web/one.arrow", (root / "web" / "one.arrow").read_bytes())
+    assert first_steps(config) == before and "indexing dataset 'code'" in caplog.text
+    write_documents(root / "web" / "one.arrow", random_documents(100, 77), batch_documents=7)
+    assert "changed in content: one.arrow" not in caplog.text
+    store.put(f"{tmp_path.name}/web/one.arrow", (root / "web" / "one.arrow").read_bytes())
+    assert first_steps(config) == first_steps(settings(root, tmp_path)) != before
+
+
+def test_an_object_that_is_replaced_while_it_is_indexed_is_an_error(
+    root: Path, tmp_path: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(store.upload(root, tmp_path.name), tmp_path)
+    read_local = index_files.read_local
+
+    def replace_meanwhile(*arguments: Any) -> Any:
+        store.put(f"{tmp_path.name}/web/one.arrow", (root / "web" / "one.arrow").read_bytes()[::-1])
+        return read_local(*arguments)
+
+    monkeypatch.setattr(index_files, "read_local", replace_meanwhile)
+    with pytest.raises(DataError, match=r"s3://bucket/\S+/web/one.arrow: changed while it was read|is another version"):
+        first_steps(config)
+
+
+@pytest.mark.parametrize("kind", ["replaced", "gone"])
+def test_another_version_is_never_trained_on(kind: str, root: Path, tmp_path: Path, store: ObjectStore) -> None:
+    config = replace(settings(store.upload(root, tmp_path.name), tmp_path), datasets=("web",))
+    datasets = opened(config)
+    content = (root / "web" / "two.arrow").read_bytes()
+    if kind == "gone":
+        store.files.delete_file(f"bucket/{tmp_path.name}/web/two.arrow")
+    else:
+        store.put(f"{tmp_path.name}/web/two.arrow", content[:-400] + bytes(390) + content[-10:])  # of the same size
+    expected = (
+        r"two.arrow: is gone since" if kind == "gone" else r"two.arrow: is another version since the job listed it"
+    )
+    with pytest.raises(DataError, match=expected), build_loader(datasets, config, plan(6), 0, 7, 1000) as batches:
+        list(islice(batches, 24))
+    if kind == "replaced":  # it counts again once it is back
+        store.put(f"{tmp_path.name}/web/two.arrow", content)
+        assert first_steps(config) == first_steps(replace(settings(root, tmp_path), datasets=("web",)))
+        return
+    quarantined = replace(config, bad_documents="quarantine")
+    with build_loader(datasets, quarantined, plan(6), 0, 7, 1000) as batches:
+        masks = [each.unreadable_B for batch in islice(batches, 12) for each in batch.micro_batches]
+    assert any(mask is not None and mask.any() for mask in masks)
+
+
+# Faults of the store
+
+
+@pytest.mark.parametrize("fault", ["503", "cut", "away", "slow"])
+def test_failing_answers_are_asked_for_again(fault: str, root: Path, tmp_path: Path, store: ObjectStore) -> None:
+    config = settings(store.upload(root, tmp_path.name), tmp_path)
+    expected = first_steps(settings(root, tmp_path))
+    store.fault(b".arrow", fault, times=12)
+    assert first_steps(config) == expected
+    datasets = opened(config)
+    store.heal()
+    store.fault(b"GET /", fault, times=12)
+    met = store.met
+    with build_loader(datasets, config, plan(6), 0, 7, 1000) as batches:
+        assert [rows(batch) for batch in islice(batches, 24)] == expected
+    assert store.met > met
+
+
+def test_a_store_that_stays_away_is_one_error_and_no_secret_is_shown(
+    root: Path, tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "TRIES", 2)
+    config = replace(settings(store.upload(root, tmp_path.name), tmp_path), datasets=("web",))
+    datasets = opened(config)
+    store.fault(b"one.arrow", "403", times=10**9)
+    for bad_documents in ("stop", "quarantine"):
+        asked = replace(config, bad_documents=bad_documents)
+        with build_loader(datasets, asked, plan(6), 0, 7, 1000) as batches:
+            if bad_documents == "stop":
+                with pytest.raises(DataError, match=r"s3://bucket/\S+/web/one.arrow: cannot be used: .*ACCESS_DENIED"):
+                    list(islice(batches, 24))
+            else:
+                assert len(list(islice(batches, 24))) == 24
+    text = caplog.text + "".join(path.read_text("latin-1") for path in tmp_path.rglob("*.index"))
+    assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in text
+
+
+def test_new_credentials_are_asked_for(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("keys/a", b"content")
+    place = location(store.address("keys")) / "a"
+    assert isinstance(place, StorePath)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "expired")
+    files = Store(store.address("keys"))
+    store.fault(b"Credential=expired", "403", times=10**9)
+    timer = threading.Timer(0.5, os.environ.update, [{"AWS_ACCESS_KEY_ID": "renewed"}])
+    timer.start()
+    assert files.retry(lambda: files.read("a"), threading.Event(), 200) == b"content"
+
+
+# The cache
+
+
+def cached(tmp_path: Path, size: int, processes: int = 1) -> ChunkCache:
+    return ChunkCache(tmp_path / "cache", size, processes)
+
+
+def read_chunk(cache: ChunkCache, key: str, content: bytes, fetched: list[str] | None = None) -> bytes:
+    """Return a chunk of the cache; note the key if it was fetched."""
+
+    def fetch() -> bytes:
+        if fetched is not None:
+            fetched.append(key)
+        return content
+
+    target = bytearray(len(content))
+    cache.get(key, len(content), fetch).read_into(memoryview(target), 0)
+    return bytes(target)
+
+
+def files_of(tmp_path: Path) -> list[Path]:
+    return sorted(path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.name != ".bytes")
+
+
+def test_the_folder_is_bounded_and_what_was_used_last_stays(tmp_path: Path) -> None:
+    caches = [cached(tmp_path, 10_000), cached(tmp_path, 10_000)]  # of two processes, or of two runs
+    for number in range(40):
+        key = f"{number:08x}"
+        assert read_chunk(caches[number % 2], key, bytes([number]) * 900) == bytes([number]) * 900
+        os.utime(tmp_path / "cache" / key[:2] / key, (number + 10, number + 10))
+        if number > 1:  # in use
+            os.utime(tmp_path / "cache" / "00" / "00000001", (10**6, 10**6))
+        assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 10_000
+    names = [path.name for path in files_of(tmp_path)]
+    assert len(names) >= 9 and {"00000001", "00000027", "00000026"} <= {*names}
+    other: list[str] = []
+    assert read_chunk(cached(tmp_path, 10_000), "00000027", bytes([39]) * 900, other) == bytes([39]) * 900
+    assert not other  # the next start uses it
+
+
+def test_the_memory_is_bounded_and_divided_among_the_processes() -> None:
+    cache, fetched = ChunkCache(None, 10_000, processes=2), list[str]()
+    for _ in range(2):
+        for number in range(5):
+            read_chunk(cache, str(number), bytes(1000), fetched)
+    assert len(fetched) == 5
+    for number in range(20):
+        read_chunk(cache, str(number), bytes(1000), fetched)
+    assert len(fetched) == 20 and cache.fetched_bytes == 20_000
+
+
+@pytest.mark.parametrize("fault", ["cut", "flipped", "empty", "unfinished"])
+def test_a_damaged_or_half_written_chunk_does_not_count(fault: str, tmp_path: Path) -> None:
+    content, fetched = bytes(range(256)) * 4, list[str]()
+    read_chunk(cached(tmp_path, 10_000), "abcd", content, fetched)
+    (path,) = files_of(tmp_path)
+    if fault == "unfinished":
+        path.rename(path.with_name(".1234.tmp"))
+        os.utime(path.with_name(".1234.tmp"), (0, 0))
+    else:
+        damaged = bytearray(path.read_bytes())
+        damaged[100] ^= fault == "flipped"
+        path.write_bytes(damaged[: {"cut": 500, "empty": 0}.get(fault, len(damaged))])
+    again = cached(tmp_path, 10_000)
+    assert read_chunk(again, "abcd", content, fetched) == content and len(fetched) == 2
+    for number in range(20):
+        read_chunk(again, f"{number:04x}", content)
+    assert not list((tmp_path / "cache").rglob(".*.tmp"))
+
+
+def test_a_chunk_whose_file_becomes_unreadable_is_fetched_again(root: Path, tmp_path: Path, store: ObjectStore) -> None:
+    cache = {"data_cache_path": str(tmp_path / "cache")}
+    config = settings(store.upload(root, tmp_path.name), tmp_path, **cache)
+    expected = first_steps(settings(root, tmp_path))
+    with loader(config, plan(6)) as batches:
+        found = [rows(batch) for batch in islice(batches, 12)]
+        for path in files_of(tmp_path):
+            os.truncate(path, 1)
+        found += [rows(batch) for batch in islice(batches, 12)]
+    assert found == expected
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_training_goes_on_without_a_disk_for_the_cache(
+    code: int,
+    root: Path,
+    tmp_path: Path,
+    store: ObjectStore,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write, full = Path.open, tmp_path / "cache"
+
+    def fail(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if path.is_relative_to(full) and path.name.endswith(".tmp"):
+            raise OSError(code, os.strerror(code), str(path))
+        return write(path, mode, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", fail)
+    config = settings(store.upload(root, tmp_path.name), tmp_path, data_cache_path=str(full))
+    assert first_steps(config) == first_steps(settings(root, tmp_path))
+    assert caplog.text.count("the cache cannot be used") == 1 and os.strerror(code) in caplog.text
+
+
+def test_chunks_end_with_blocks_and_one_fetch_serves_all_who_wait(
+    tmp_path: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "LARGEST_CHUNK_BYTES", 50_000)
+    write_documents(tmp_path / "data" / "web" / "a.arrow", random_documents(5000, largest=60))
+    config = settings(store.upload(tmp_path / "data", tmp_path.name), tmp_path)
+    datasets = opened(config)
+    (dataset,) = datasets.datasets
+    size = dataset.files.sizes[0]
+    cuts = chunks.chunk_cuts(dataset.index, 0, size)
+    assert {0, size, *dataset.index.documents["offset"][1024::1024].tolist()} <= {*cuts.tolist()}
+    assert np.diff(cuts).max() <= 50_000 and np.diff(cuts).min() > 0
+    with build_loader(datasets, config, plan(6), 0, 7, 1000) as batches:
+        list(islice(batches, 300))
+    assert datasets.chunks is not None
+    assert 0.5 * size < datasets.chunks.fetched_bytes <= size and datasets.chunks.fetches <= len(cuts) - 1
+    assert working_set_bytes(datasets, config) == size  # 8 shards of 5 blocks
