@@ -9,12 +9,12 @@ loader is the number of consumed batches, so batches do not depend on the number
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from pretraining.data.batch_reader import BatchReader, Located
+from pretraining.data.batch_reader import BatchReader
 from pretraining.data.fetch_ahead import FetchAhead
 from pretraining.data.resume import Resumption, order_version, resume, state_at
 from pretraining.data.sampling.mixture import Range
@@ -67,13 +67,12 @@ class Loader:
     def __next__(self) -> StepBatch:
         """Return the batch of the next step. After a DataError, the next call retries the same step."""
         if self._batches is None:
-            steps: Iterable[int | Located]
             steps = count(self._next_step) if self._limit is None else range(self._next_step, self._limit)
+            read: Callable[[int], StepBatch] = self.reader.read
             if self.reader.is_remote:
-                steps = self._fetching = FetchAhead(self.reader, steps)
-            self._batches = (
-                _ReadAhead(self.reader, steps, self._workers) if self._workers else map(self.reader.read, steps)
-            )
+                self._fetching = FetchAhead(self.reader, self._next_step, self._limit)
+                read = self._fetching.read
+            self._batches = _ReadAhead(read, steps, self._workers) if self._workers else map(read, steps)
         try:
             batch = next(self._batches)
         except BaseException:
@@ -127,13 +126,13 @@ class Loader:
 class _ReadAhead:
     """An iterator over batches that reads on threads, at most two batches per thread ahead."""
 
-    def __init__(self, reader: BatchReader, steps: Iterable[int | Located], threads: int) -> None:
+    def __init__(self, read_step: Callable[[int], StepBatch], steps: Iterable[int], threads: int) -> None:
         # Imported here: commands that only list samples, such as `inspect`, need neither torchdata nor torch.
         from torchdata.nodes import IterableWrapper, ParallelMapper
 
-        def read(step: int | Located) -> StepBatch | BaseException:
+        def read(step: int) -> StepBatch | BaseException:
             try:
-                return reader.read(step)
+                return read_step(step)
             except BaseException as error:  # torchdata would replace it by a text, and hang on a SystemExit
                 return error
 

@@ -48,10 +48,9 @@ class RecentlyUsed(Generic[Value]):
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """Return the value of a key; make it if it is missing."""
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-                return self._values[key]
+        found = self.find(key)
+        if found is not None:
+            return found
         value = make()
         with self._lock:
             if key not in self._values:
@@ -62,11 +61,23 @@ class RecentlyUsed(Generic[Value]):
                     self.total_cost -= self._cost(dropped)
         return value
 
+    def find(self, key: Hashable) -> Value | None:
+        """Return the value of a key, if it is there."""
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key]
+
     def drop(self, key: Hashable) -> None:
         """Forget a value, if it is there."""
         with self._lock:
             if key in self._values:
                 self.total_cost -= self._cost(self._values.pop(key))
+
+    def peek(self, key: Hashable) -> Value | None:
+        """Return the value of a key, if it is there, without counting this as a use."""
+        return self._values.get(key)
 
     def __len__(self) -> int:
         return len(self._values)

@@ -39,6 +39,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_content: bool) -> None:
         name = unquote(urlsplit(self.path).path).split("/", 2)[2:]
+        if not any(name):  # the bucket
+            self._send(b"")
+            return
         try:
             with (self.folder / "/".join(name)).open("rb") as file:
                 status = os.fstat(file.fileno())

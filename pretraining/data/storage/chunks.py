@@ -26,10 +26,12 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -62,39 +64,66 @@ _CHECKSUM_BYTES = 4
 
 
 class Chunk(Protocol):
-    """A part of an object, readable by position in it."""
+    """A part of an object, readable by position in the object."""
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` (bytes) from a position of the chunk."""
+        """Fill `target` (bytes) from a position of the object."""
 
 
-@dataclass(frozen=True)
 class _MemoryChunk:
-    content: bytes
+    def __init__(self, begin: int, content: bytes) -> None:
+        self._begin, self._content = begin, memoryview(content)
+        self.size = len(content)
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        target[:] = memoryview(self.content)[offset : offset + len(target)]
+        begin = offset - self._begin
+        target[:] = self._content[begin : begin + len(target)]
 
 
-class _DiskChunk:
-    """A file of the cache folder. Its time of change is that of its last use."""
+class _DiskChunk(OpenFile):
+    """A file of the cache folder. Its time of change is that of its last use.
 
-    def __init__(self, path: Path, size: int, *, is_checked: bool) -> None:
+    Args:
+        begin: first byte of the chunk in the object.
+        again: returns another chunk if the file cannot be read any more.
+    """
+
+    def __init__(self, path: Path, begin: int, size: int, again: Callable[[], Chunk], *, is_checked: bool) -> None:
         """Open a file; raise a DataError if it is missing, unreadable or, unless it was checked before, damaged."""
-        self._path, self._file, self._touched = path, OpenFile(str(path), size + _CHECKSUM_BYTES), 0.0
+        self._begin, self._again, self._touched = begin, again, 0.0
+        super().__init__(str(path), size + _CHECKSUM_BYTES)
         if is_checked:
             return
         content = bytearray(size + _CHECKSUM_BYTES)
-        self._file.read_into(memoryview(content), 0)
+        super().read_into(memoryview(content), 0)
         if zlib.crc32(memoryview(content)[:size]) != int.from_bytes(content[size:], "little"):
             raise DataError("damaged", path=path)
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        if time.monotonic() - self._touched > TOUCH_SECONDS:
-            self._touched = time.monotonic()
+        try:
+            is_read = os.preadv(self.descriptor, [target], offset - self._begin) == len(target)
+        except OSError:
+            is_read = False
+        if not is_read:
+            self._again().read_into(target, offset)
+
+    def touch(self) -> None:
+        """Record that the chunk is in use."""
+        now = time.monotonic()
+        if now - self._touched > TOUCH_SECONDS:
+            self._touched = now
             with suppress(OSError):  # another process may have removed it
-                os.utime(self._path)
-        self._file.read_into(target, offset)
+                os.utime(self.path)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A chunk to get: its name in the cache, its range in the object, and what reads it from the store."""
+
+    key: str
+    begin: int
+    end: int
+    fetch: Callable[[], bytes]
 
 
 class ChunkCache:
@@ -104,6 +133,9 @@ class ChunkCache:
         folder: cache folder of the node; None = chunks stay in memory alone.
         limit_bytes: of the folder, or of the memory of all processes of the node together.
         processes: of the job on this node.
+
+    Attributes:
+        fetched_bytes, fetches: from stores, by this process.
     """
 
     def __init__(self, folder: Path | None, limit_bytes: int, processes: int = 1) -> None:
@@ -111,45 +143,45 @@ class ChunkCache:
         in_memory = limit_bytes if folder is None else min(limit_bytes, MEMORY_BESIDE_FOLDER)
         self._memory_bytes, most_files = max(in_memory // processes, 1), share_of_open_files(4)
         # Shares of the memory and of the open files.
-        self._held: RecentlyUsed[Chunk] = RecentlyUsed(
+        self._held: RecentlyUsed[_MemoryChunk | _DiskChunk] = RecentlyUsed(
             1.0,
-            cost=lambda chunk: (
-                len(chunk.content) / self._memory_bytes if isinstance(chunk, _MemoryChunk) else 1 / most_files
-            ),
+            cost=lambda chunk: chunk.size / self._memory_bytes if isinstance(chunk, _MemoryChunk) else 1 / most_files,
         )
         self._lock = threading.Lock()
-        self._coming: dict[str, Future[Chunk]] = {}
+        self._coming: dict[str, Future[_MemoryChunk | _DiskChunk]] = {}
         self._checked: set[str] = set()
         self._has_warned = False
         self.fetched_bytes = self.fetches = 0
 
-    def get(self, key: str, size: int, fetch: Callable[[], bytes]) -> Chunk:
+    def get(self, wanted: Wanted) -> Chunk:
         """Return a chunk; fetch it unless this process, another thread or the folder has it."""
-        return self._held.get(key, lambda: self._find(key, size, fetch))
+        return self._held.get(wanted.key, lambda: self._find(wanted))
 
-    def replace(self, key: str, size: int, fetch: Callable[[], bytes]) -> Chunk:
-        """Return a chunk whose file in the folder has become unreadable."""
-        self._held.drop(key)
-        self._checked.discard(key)
-        if self._folder is not None:
-            with suppress(OSError):
-                self._path(key).unlink()
-        return self.get(key, size, fetch)
+    def use(self, key: str) -> bool:
+        """Return whether this process has a chunk, and count it as used if so."""
+        chunk = self._held.find(key)
+        if isinstance(chunk, _DiskChunk):
+            chunk.touch()
+        return chunk is not None
 
-    def _find(self, key: str, size: int, fetch: Callable[[], bytes]) -> Chunk:
+    def peek(self, key: str) -> Chunk | None:
+        """Return a chunk that this process has."""
+        return self._held.peek(key)
+
+    def _find(self, wanted: Wanted) -> _MemoryChunk | _DiskChunk:
         with self._lock:
-            coming = self._coming.get(key)
+            coming = self._coming.get(wanted.key)
             if coming is None:
-                own = self._coming[key] = Future[Chunk]()
+                own = self._coming[wanted.key] = Future[_MemoryChunk | _DiskChunk]()
         if coming is not None:
             # A fetch that failed may have been one that nobody waited for.
-            return coming.result() if coming.exception() is None else self._find(key, size, fetch)
+            return coming.result() if coming.exception() is None else self._find(wanted)
         try:
-            own.set_result(self._in_folder(key, size) or self._keep(key, fetch()))
+            own.set_result(self._in_folder(wanted) or self._keep(wanted, wanted.fetch()))
         except BaseException as error:
             own.set_exception(error)
         finally:
-            del self._coming[key]
+            del self._coming[wanted.key]
         return own.result()
 
     # The folder
@@ -158,21 +190,33 @@ class ChunkCache:
         assert self._folder is not None
         return self._folder / key[:2] / key
 
-    def _in_folder(self, key: str, size: int) -> Chunk | None:
+    def _in_folder(self, wanted: Wanted) -> _DiskChunk | None:
         if self._folder is None:
             return None
         try:
-            chunk = _DiskChunk(self._path(key), size, is_checked=key in self._checked)
+            chunk = self._open(wanted, is_checked=wanted.key in self._checked)
         except DataError:  # missing, or damaged
             return None
-        self._checked.add(key)
+        self._checked.add(wanted.key)
         return chunk
 
-    def _keep(self, key: str, content: bytes) -> Chunk:
+    def _open(self, wanted: Wanted, *, is_checked: bool) -> _DiskChunk:
+        path, size = self._path(wanted.key), wanted.end - wanted.begin
+        return _DiskChunk(path, wanted.begin, size, partial(self._replace, wanted), is_checked=is_checked)
+
+    def _replace(self, wanted: Wanted) -> Chunk:
+        """Return a chunk whose file has become unreadable."""
+        self._held.drop(wanted.key)
+        self._checked.discard(wanted.key)
+        with suppress(OSError):
+            self._path(wanted.key).unlink()
+        return self.get(wanted)
+
+    def _keep(self, wanted: Wanted, content: bytes) -> _MemoryChunk | _DiskChunk:
         self.fetches, self.fetched_bytes = self.fetches + 1, self.fetched_bytes + len(content)
         if self._folder is None or len(content) > self._limit * KEPT_SHARE:
-            return _MemoryChunk(content)
-        path = self._path(key)
+            return _MemoryChunk(wanted.begin, content)
+        path = self._path(wanted.key)
         temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,8 +228,8 @@ class ChunkCache:
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
-            self._checked.add(key)
-            return _DiskChunk(path, len(content), is_checked=True)
+            self._checked.add(wanted.key)
+            return self._open(wanted, is_checked=True)
         except (OSError, DataError) as error:
             reason = reason_of(error) if isinstance(error, OSError) else str(error)
             if not self._has_warned:
@@ -194,7 +238,7 @@ class ChunkCache:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 with suppress(OSError):
                     self._limit = max(1, _remove_oldest(self._folder, self._limit)[1])
-            return _MemoryChunk(content)
+            return _MemoryChunk(wanted.begin, content)
 
     def _make_room(self, folder: Path, size: int) -> None:
         """Count a new file, and remove the least recently used ones if the folder is too full."""
@@ -232,72 +276,53 @@ class StoreFile:
 
     Args:
         tag: of the listed version.
-        cuts: [chunks + 1] int64, bytes before each chunk, then all (`chunk_cuts`).
+        cuts: [chunks + 1] int64, bytes of the file before each chunk, then all.
     """
 
     def __init__(self, place: StorePath, size: int, tag: int, cuts: np.ndarray, cache: ChunkCache) -> None:
         self._place, self._tag, self._cache = place, tag, cache
-        self._cuts: list[int] = cuts.tolist()
-        self._sorted_cuts = cuts
-        version = hashlib.blake2b(f"{place.identity}\0{size}\0{tag}".encode(), digest_size=8)
-        self._version = version.hexdigest()
-        self._last: tuple[int, int, Chunk] = (0, -1, _MemoryChunk(b""))
-        self._opened: pyarrow.NativeFile | None = None
+        self._cuts = cuts.tolist()
+        version = hashlib.blake2b(f"{place.identity}\0{size}\0{tag}".encode(), digest_size=8).hexdigest()
+        self._keys = [f"{version}-{begin}-{end}" for begin, end in pairwise(self._cuts)]
+        self._opened: list[pyarrow.NativeFile] = []
         self._failures: dict[int, tuple[float, str]] = {}
+
+    def part(self, begin: int, end: int) -> Chunk:
+        """Return what reads bytes [begin, end) faster: their chunk, if it is one."""
+        number = bisect_right(self._cuts, begin) - 1
+        return self._chunk(number) if end <= self._cuts[number + 1] else self
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` (bytes) from a position of the file; raise a DataError if it cannot be had, or has changed."""
-        begin, end, chunk = self._last
-        if begin <= offset and offset + len(target) <= end:
-            self._read(chunk, target, begin, offset)
-            return
         while len(target):
-            number = int(self._sorted_cuts.searchsorted(offset, "right")) - 1
-            begin, end = self._cuts[number], self._cuts[number + 1]
-            chunk, count = self._chunk(number), min(len(target), end - offset)
-            self._last = (begin, end, chunk)
-            self._read(chunk, target[:count], begin, offset)
+            number = bisect_right(self._cuts, offset) - 1
+            count = min(len(target), self._cuts[number + 1] - offset)
+            self._chunk(number).read_into(target[:count], offset)
             target, offset = target[count:], offset + count
 
-    def _read(self, chunk: Chunk, target: memoryview, begin: int, offset: int) -> None:
-        try:
-            chunk.read_into(target, offset - begin)
-        except DataError:  # of the disk with the cache
-            self._last = (0, -1, _MemoryChunk(b""))
-            number = int(self._sorted_cuts.searchsorted(offset, "right")) - 1
-            self._chunk(number, is_lost=True).read_into(target, offset - begin)
+    def key(self, begin: int) -> str:
+        """Return the key of the chunk that begins at a byte."""
+        return self._keys[bisect_right(self._cuts, begin) - 1]
 
-    def chunks(self, begins: np.ndarray, ends: np.ndarray) -> list[int]:
-        """Return the numbers of the chunks that hold some ranges of bytes, both [n]."""
-        firsts = self._sorted_cuts.searchsorted(begins, "right") - 1
-        lasts = self._sorted_cuts.searchsorted(ends, "left")
-        return sorted(
-            {
-                number
-                for first, last in set(zip(firsts.tolist(), lasts.tolist(), strict=True))
-                for number in range(first, last)
-            }
-        )
+    def fetch(self, begin: int, stop: threading.Event) -> None:
+        """Make the chunk ready that begins at a byte; `stop` ends the retries when set."""
+        self._chunk(bisect_right(self._cuts, begin) - 1, stop)
 
-    def fetch(self, number: int, stop: threading.Event) -> None:
-        """Make a chunk ready; `stop` ends the retries when set."""
-        self._chunk(number, stop)
-
-    def _chunk(self, number: int, stop: threading.Event | None = None, *, is_lost: bool = False) -> Chunk:
+    def _chunk(self, number: int, stop: threading.Event | None = None) -> Chunk:
+        chunk = self._cache.peek(self._keys[number])
+        if chunk is not None:
+            return chunk
         begin, end = self._cuts[number], self._cuts[number + 1]
-        get = self._cache.replace if is_lost else self._cache.get
-        return get(
-            f"{self._version}-{begin}-{end}", end - begin, lambda: self._fetch(begin, end, stop or threading.Event())
-        )
+        fetch = partial(self._fetch, begin, end, stop or threading.Event())
+        return self._cache.get(Wanted(self._keys[number], begin, end, fetch))
 
     def _fetch(self, begin: int, end: int, stop: threading.Event) -> bytes:
         """Read from the store. Opening the object again after the read tells the version that was read."""
 
         def read(store: Store) -> bytes:
-            opened, self._opened = self._opened, None  # after an error, the next try looks at the tag first
-            file = self._open(store) if opened is None else opened
+            file = self._opened.pop() if self._opened else self._open(store)
             content = store.read_at(self._place.key, file, begin, end - begin)
-            self._opened = self._open(store)
+            self._opened.append(self._open(store))
             return content
 
         failed_at, problem = self._failures.get(begin, (-FAILED_SECONDS, ""))
@@ -319,11 +344,48 @@ class StoreFile:
         return opened[0]
 
 
-def chunk_cuts(index: Index, number: int, size: int) -> np.ndarray:
-    """Return the bytes before each chunk of a file, then all, [chunks + 1] int64."""
-    first, last = index.first_documents[number : number + 2].tolist()
-    blocks = np.arange(first - first % BLOCK_DOCUMENTS + BLOCK_DOCUMENTS, last, BLOCK_DOCUMENTS)
-    borders = index.documents["offset"][blocks].astype(np.int64)
-    borders = np.unique(np.concatenate(([0], borders[borders < size], [size])))
-    parts = [np.arange(begin, end, LARGEST_CHUNK_BYTES) for begin, end in pairwise(borders.tolist())]
-    return np.concatenate([*parts, borders[-1:]])
+class ChunkCuts:
+    """The ends of a dataset's chunks: those of its blocks of documents and of its files, and every 4 MiB.
+
+    Args:
+        sizes: [files], bytes.
+
+    Attributes:
+        bases: [files + 1] int64, bytes before each file, then all.
+        cuts: [chunks + 1] int64, bytes before each chunk, then all.
+    """
+
+    def __init__(self, index: Index, sizes: Sequence[int]) -> None:
+        self.bases = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        blocks = np.arange(0, len(index.documents), BLOCK_DOCUMENTS)
+        files = index.files_of(blocks)
+        offsets = np.minimum(index.documents["offset"][blocks].astype(np.int64), np.asarray(sizes)[files])
+        borders = np.unique(np.concatenate((self.bases, self.bases[files] + offsets)))
+        counts = -(-np.diff(borders) // LARGEST_CHUNK_BYTES)
+        steps = _ranges(counts) * LARGEST_CHUNK_BYTES
+        self.cuts = np.concatenate((np.repeat(borders[:-1], counts) + steps, borders[-1:]))
+
+    def of_file(self, number: int) -> np.ndarray:
+        """Return the bytes of a file before each of its chunks, then all."""
+        first, last = self.cuts.searchsorted(self.bases[number : number + 2])
+        cuts: np.ndarray = self.cuts[first : last + 1] - self.bases[number]
+        return cuts
+
+    def chunks_of(self, files: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> list[int]:
+        """Return the first bytes, counted over all files, of the chunks that hold ranges of bytes of files, all [n]."""
+        firsts = self.cuts.searchsorted(self.bases[files] + begins, "right") - 1
+        counts = self.cuts.searchsorted(self.bases[files] + ends) - firsts
+        numbers = np.unique(np.repeat(firsts, counts) + _ranges(counts))
+        places: list[int] = self.cuts[numbers].tolist()
+        return places
+
+    def locate(self, place: int) -> tuple[int, int]:
+        """Return file and byte of a place that is counted over all files."""
+        file = int(self.bases.searchsorted(place, "right")) - 1
+        return file, place - int(self.bases[file])
+
+
+def _ranges(counts: np.ndarray) -> np.ndarray:
+    """Return 0, 1, … up to each count, end to end."""
+    ranges: np.ndarray = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return ranges

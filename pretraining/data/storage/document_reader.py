@@ -19,7 +19,7 @@ import numpy as np
 
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
-from pretraining.data.storage.chunks import ChunkCache, StoreFile, chunk_cuts
+from pretraining.data.storage.chunks import Chunk, ChunkCache, ChunkCuts, StoreFile
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import VIRTUAL_BOS, Index
 from pretraining.data.storage.open_files import OpenFile
@@ -60,7 +60,9 @@ class DocumentReader:
         opened: OpenFiles,
         chunks: ChunkCache | None = None,
     ) -> None:
-        self._chunks = chunks
+        if files.is_remote:
+            self._chunks, self._cuts = chunks or ChunkCache(None, 2**30), ChunkCuts(index, files.sizes)
+            self._keys: dict[int, str] = {}
         self._files = files
         self._index = index
         self._bos_token, self._sep_token = config.bos, config.sep
@@ -132,25 +134,27 @@ class DocumentReader:
         for first, last, number, kind, low, high, is_stretch in zip(*columns, strict=True):
             if opened is None or number != file:
                 file, opened = number, self._file(number)
+            part = opened.part(low, high)
             if is_stretch:
                 stretch = scratch[: high - low]
-                opened.read_into(stretch.data, low)
+                part.read_into(stretch.data, low)
                 _gather(stretch.view(_TYPES[kind]), low, pieces, slice(first, last), target)
             else:
-                _read_singly(opened, _TYPES[kind], pieces, slice(first, last), target)
+                _read_singly(part, _TYPES[kind], pieces, slice(first, last), target)
 
     def fetches(self, spans: Spans) -> Iterator[Fetch]:
-        """Yield what makes each chunk ready that holds a part of the spans; nothing for files on a disk."""
-        if not self._files.is_remote:
-            return
-        documents, numbers = self._index.documents_at(spans.documents), self._index.files_of(spans.documents)
-        begins = documents["offset"].astype(np.int64)
-        ends = begins + documents["tokens"] * self._index.token_bytes[numbers]
-        for number in np.flatnonzero(np.bincount(numbers)).tolist():
-            stored = (numbers == number) & (ends > begins)
-            file = self._file(number)
-            assert isinstance(file, StoreFile)
-            yield from (partial(file.fetch, chunk) for chunk in file.chunks(begins[stored], ends[stored]))
+        """Yield what fetches each chunk that holds a part of the spans and is missing; the files are in a store."""
+        documents, files = self._index.documents_at(spans.documents), self._index.files_of(spans.documents)
+        begins, stored = documents["offset"].astype(np.int64), documents["tokens"] > 0
+        ends = begins + documents["tokens"] * self._index.token_bytes[files]
+        for place in self._cuts.chunks_of(files[stored], begins[stored], ends[stored]):
+            key = self._keys.get(place)
+            if key is None or not self._chunks.use(key):
+                number, begin = self._cuts.locate(place)
+                file = self._file(number)
+                assert isinstance(file, StoreFile)
+                self._keys[place] = file.key(begin)
+                yield partial(file.fetch, begin)
 
     def _file(self, number: int) -> OpenFile | StoreFile:
         return self._opened.get(self._files.path(number), partial(self._open, number))
@@ -160,8 +164,8 @@ class DocumentReader:
         if not files.is_remote:
             return OpenFile(files.path(number), size, files.ending)
         place = files.place(number)
-        assert self._chunks is not None and isinstance(place, StorePath)
-        return StoreFile(place, size, files.times[number], chunk_cuts(self._index, number, size), self._chunks)
+        assert isinstance(place, StorePath)
+        return StoreFile(place, size, files.times[number], self._cuts.of_file(number), self._chunks)
 
     def _raise_beyond_vocabulary(self, spans: Spans, positions: np.ndarray, target: np.ndarray) -> None:
         wrong = target >= self._vocab_size
@@ -181,9 +185,7 @@ class DocumentReader:
         )
 
 
-def _read_singly(
-    file: OpenFile | StoreFile, dtype: np.dtype[Any], pieces: _Pieces, run: slice, target: np.ndarray
-) -> None:
+def _read_singly(file: Chunk, dtype: np.dtype[Any], pieces: _Pieces, run: slice, target: np.ndarray) -> None:
     """Read each piece of a run separately."""
     itemsize = target.itemsize
     content = target.data.cast("B")

@@ -24,27 +24,31 @@ class OpenFile:
         self.path = path
         try:
             check_regular(path)
-            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            weakref.finalize(self, os.close, self._descriptor).atexit = False  # threads may still read at exit
-            found = os.fstat(self._descriptor).st_size
+            self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            weakref.finalize(self, os.close, self.descriptor).atexit = False  # threads may still read at exit
+            found = os.fstat(self.descriptor).st_size
         except OSError as error:
             raise DataError(f"cannot be opened: {error.strerror}", path=path) from error
         if found != size:
             raise DataError(f"changed since the job began: it had {size:,} bytes and now has {found:,}", path=path)
         tail = bytearray(len(ending))
-        self.read_into(memoryview(tail), size - len(tail))
+        OpenFile.read_into(self, memoryview(tail), size - len(tail))  # subclasses count from elsewhere
         if tail != ending:
             raise DataError("damaged: it lacks the ending of files of its format", path=path)
+
+    def part(self, begin: int, end: int) -> OpenFile:
+        """Return what reads bytes [begin, end)."""
+        return self
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` (bytes) from a position of the file; raise a DataError if it is unreadable or too short."""
         while len(target):
             try:
-                count = os.preadv(self._descriptor, [target], offset)
+                count = os.preadv(self.descriptor, [target], offset)
             except OSError as error:
                 raise DataError(f"cannot be read at byte {offset:,}: {error.strerror}", path=self.path) from error
             if count == 0:
-                end = os.fstat(self._descriptor).st_size
+                end = os.fstat(self.descriptor).st_size
                 raise DataError(f"truncated: it ends at byte {end:,}, before its documents do", path=self.path)
             target, offset = target[count:], offset + count
 

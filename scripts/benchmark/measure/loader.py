@@ -55,7 +55,9 @@ def open_loader(config: DataConfig, opened: OpenedDatasets, global_batch: int, r
     """Return a new loader of rank 0, without caches."""
     share = global_batch // ranks
     plan = BatchSizes(global_batch, min(share, MICRO_BATCH), max(1, share // MICRO_BATCH), ranks)
-    return build_loader(OpenedDatasets(opened.datasets), config, plan, 0, seed=0, vocab_size=VOCABULARY)
+    return build_loader(
+        OpenedDatasets(opened.datasets, chunks=opened.chunks), config, plan, 0, seed=0, vocab_size=VOCABULARY
+    )
 
 
 def reading(config: DataConfig, opened: OpenedDatasets, global_batch: int) -> Callable[[], int]:

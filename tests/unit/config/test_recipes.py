@@ -131,6 +131,8 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
     one: st.SearchStrategy[Any]
     if setting.choices:
         one = st.sampled_from(setting.choices)
+    elif setting.in_bytes:
+        one = st.sampled_from(["5GB", "2GiB", "1.5 mb", "100"])
     elif setting.base is str:
         one = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
         if setting.is_path:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from object_store import CREDENTIALS, ObjectStore
+from tiers import first_quick
 from unit.data.token_files import (
     SEP,
     loader,
@@ -31,7 +32,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_loader, working_set_bytes
 from pretraining.data.storage import chunks, index_files
 from pretraining.data.storage.arrow import ArrowFormat
-from pretraining.data.storage.chunks import ChunkCache
+from pretraining.data.storage.chunks import ChunkCache, Wanted
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_records import record_name, write_record
 from pretraining.errors import DataError
@@ -89,9 +90,9 @@ def add_records(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("has_records", [True, False], ids=["records", "streamed"])
-@pytest.mark.parametrize("in_folder", [True, False], ids=["folder", "memory"])
+@pytest.mark.parametrize("in_folder", first_quick(True, False))
 @pytest.mark.parametrize(
-    "values", [{}, {"packing": "best_fit"}, {"num_workers": 0, "bos_token": 5}, {"held_out_fraction": 0.1}]
+    "values", first_quick({}, {"packing": "best_fit"}, {"num_workers": 0, "bos_token": 5}, {"held_out_fraction": 0.1})
 )
 def test_samples_are_those_of_a_disk(
     has_records: bool, in_folder: bool, values: dict[str, Any], root: Path, tmp_path: Path, store: ObjectStore
@@ -320,15 +321,15 @@ def test_another_version_is_never_trained_on(kind: str, root: Path, tmp_path: Pa
 # Faults of the store
 
 
-@pytest.mark.parametrize("fault", ["503", "cut", "away", "slow"])
+@pytest.mark.parametrize("fault", first_quick("cut", "503", "away", "slow"))
 def test_failing_answers_are_asked_for_again(fault: str, root: Path, tmp_path: Path, store: ObjectStore) -> None:
     config = settings(store.upload(root, tmp_path.name), tmp_path)
     expected = first_steps(settings(root, tmp_path))
-    store.fault(b".arrow", fault, times=12)
+    store.fault(b".arrow", fault, times=4)
     assert first_steps(config) == expected
     datasets = opened(config)
     store.heal()
-    store.fault(b"GET /", fault, times=12)
+    store.fault(b"GET /", fault, times=4)
     met = store.met
     with build_loader(datasets, config, plan(6), 0, 7, 1000) as batches:
         assert [rows(batch) for batch in islice(batches, 24)] == expected
@@ -382,7 +383,7 @@ def read_chunk(cache: ChunkCache, key: str, content: bytes, fetched: list[str] |
         return content
 
     target = bytearray(len(content))
-    cache.get(key, len(content), fetch).read_into(memoryview(target), 0)
+    cache.get(Wanted(key, 500, 500 + len(content), fetch)).read_into(memoryview(target), 500)
     return bytes(target)
 
 
@@ -479,7 +480,7 @@ def test_chunks_end_with_blocks_and_one_fetch_serves_all_who_wait(
     datasets = opened(config)
     (dataset,) = datasets.datasets
     size = dataset.files.sizes[0]
-    cuts = chunks.chunk_cuts(dataset.index, 0, size)
+    cuts = chunks.ChunkCuts(dataset.index, [size]).of_file(0)
     assert {0, size, *dataset.index.documents["offset"][1024::1024].tolist()} <= {*cuts.tolist()}
     assert np.diff(cuts).max() <= 50_000 and np.diff(cuts).min() > 0
     with build_loader(datasets, config, plan(6), 0, 7, 1000) as batches:

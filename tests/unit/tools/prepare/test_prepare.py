@@ -62,6 +62,7 @@ def test_every_document_is_a_row_that_decodes_to_its_text(
     assert summary.text_bytes == sum(len(document.encode()) for document in TEXTS)
     assert sorted(contents(Path(config.output_path))) == [
         "texts/.inputs.json",
+        "texts/.part_000000_000000.arrow.documents",
         "texts/part_000000_000000.arrow",
         "texts/prepare.json",
         "tokenizer.json",

@@ -73,7 +73,7 @@ def test_any_number_of_processes_writes_the_same_bytes_and_the_last_one_finishes
 
 def test_a_killed_job_resumes_with_another_number_of_processes(config: PrepareConfig) -> None:
     wanted = made_elsewhere(config)
-    for rank, number in enumerate((8, 4, 3)):
+    for rank, number in enumerate((11, 6, 4)):
         assert prepare_killed(config, "before", number, layout(rank, 3))
     assert 2 < len(list(Path(config.output_path).glob(".in.preparing/unit_*"))) < 8
     assert ranks(config, 2, 0, 1)[0] is None
