@@ -226,17 +226,22 @@ class StorePath:
         StoreError: (calls that read) the store has failed several times.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, bucket: str, key: str, query: str = "") -> None:
+        self._bucket, self.key, self.query = bucket, key.strip("/"), query
+
+    @classmethod
+    def parse(cls, address: str) -> StorePath:
+        """Return the place at an address."""
         base, mark, query = address.partition("?")
         scheme, _, place = base.partition("://")
-        bucket, _, self.key = place.strip("/").partition("/")
-        self._bucket, self.query = f"{scheme}://{bucket}", mark + query
+        bucket, _, key = place.partition("/")
+        return cls(f"{scheme}://{bucket}", key, mark + query)
 
     def __str__(self) -> str:
         return f"{self._bucket}/{self.key}".rstrip("/")
 
     def __truediv__(self, name: str) -> StorePath:
-        return StorePath(f"{self}/{name}{self.query}")
+        return StorePath(self._bucket, f"{self.key}/{name}", self.query)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StorePath) and self.identity == other.identity
@@ -267,7 +272,7 @@ class StorePath:
     @property
     def parent(self) -> StorePath:
         """The folder that holds this path; the bucket is its own."""
-        return StorePath(f"{'/'.join(self.parts[:-1] or self.parts)}{self.query}")
+        return StorePath(self._bucket, self.key.rpartition("/")[0], self.query)
 
     def with_suffix(self, suffix: str) -> StorePath:
         """Return the path with another suffix."""
@@ -334,7 +339,7 @@ def location(path: str) -> Location:
     """Return the place that a user names: on a disk, also for file://, or in a store."""
     if path.startswith("file://"):
         return Path(unquote(urlsplit(path).path))
-    return StorePath(path) if is_address(path) else Path(path).expanduser()
+    return StorePath.parse(path) if is_address(path) else Path(path).expanduser()
 
 
 def text_of(place: Location) -> str:

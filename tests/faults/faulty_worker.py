@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pretraining import cli, files
+from pretraining import cli, files, object_store
 from pretraining.checkpoint import copies, lease, manager, mirror, saver, writer
 from pretraining.checkpoint.manifest import ChecksummedFile
 from pretraining.data import dataset
@@ -151,6 +151,19 @@ def in_data_wait(step: int, what: str) -> Iterator[None]:
 
     with before(BatchReader, "read", read), before(Loader, "__next__", take):
         yield
+
+
+def in_fetch(number: int, what: str) -> Context:
+    """In a fetch of data from an object store, counted from 1, when its bytes are there but not yet used."""
+    fetches, read_at = count(1), object_store.Store.read_at
+
+    def read(store: Any, name: str, file: Any, begin: int, size: int) -> bytes:
+        content = read_at(store, name, file, begin, size)
+        if threading.current_thread().name.startswith("fetch") and next(fetches) == number:
+            act(what)
+        return content
+
+    return patch.object(object_store.Store, "read_at", read)
 
 
 def in_setup(what: str) -> Context:

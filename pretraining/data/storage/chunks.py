@@ -7,9 +7,9 @@ A chunk ends where a block of documents ends, or after 4 MiB. Training reads doc
 of the block after it for long, so nothing is fetched that is not needed soon. Threads of `FetchAhead` fetch the chunks
 of the next steps; a reader that needs a chunk which is being fetched waits for it.
 
-The processes of a node share the cache folder, also those of several runs. A file in it is a chunk with its CRC-32; it
-is named after the object's place and tag, the chunk's range, and appears complete. The least recently used files go
-when the folder is full.
+The processes of a node share the cache folder, also those of several runs. A file of `chunks/` in it is a chunk with
+its CRC-32; it is named after the object's place and tag, the chunk's range, and appears complete. The least recently
+used ones go when the folder is full; other files stay.
 
 After each read from the store, the object must still have the tag that it had when it was listed. So bytes of another
 version are never used.
@@ -59,6 +59,7 @@ KEPT_SHARE = 0.9
 """Share of its limit that a full cache folder keeps."""
 MEMORY_BESIDE_FOLDER = 2**30
 """Bytes of chunks that a node keeps in memory if the cache folder cannot be written."""
+_SUFFIX = ".chunk"
 _STALE_SECONDS = 3600.0
 _CHECKSUM_BYTES = 4
 
@@ -139,7 +140,7 @@ class ChunkCache:
     """
 
     def __init__(self, folder: Path | None, limit_bytes: int, processes: int = 1) -> None:
-        self._folder, self._limit = folder, limit_bytes
+        self._folder, self._limit = None if folder is None else folder / "chunks", limit_bytes
         in_memory = limit_bytes if folder is None else min(limit_bytes, MEMORY_BESIDE_FOLDER)
         self._memory_bytes, most_files = max(in_memory // processes, 1), share_of_open_files(4)
         # Shares of the memory and of the open files.
@@ -188,7 +189,7 @@ class ChunkCache:
 
     def _path(self, key: str) -> Path:
         assert self._folder is not None
-        return self._folder / key[:2] / key
+        return self._folder / key[:2] / f"{key}{_SUFFIX}"
 
     def _in_folder(self, wanted: Wanted) -> _DiskChunk | None:
         if self._folder is None:
@@ -217,7 +218,7 @@ class ChunkCache:
         if self._folder is None or len(content) > self._limit * KEPT_SHARE:
             return _MemoryChunk(wanted.begin, content)
         path = self._path(wanted.key)
-        temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+        temporary = path.with_name(f".{secrets.token_hex(8)}{_SUFFIX}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._make_room(self._folder, len(content) + _CHECKSUM_BYTES)
@@ -256,7 +257,7 @@ class ChunkCache:
 def _remove_oldest(folder: Path, most_bytes: int) -> tuple[int, int]:
     """Remove the least recently used files of a cache folder; return the bytes that are left, and those before."""
     found, now = [], time.time()
-    for path in folder.glob("??/*"):
+    for path in folder.glob(f"??/*{_SUFFIX}"):
         with suppress(FileNotFoundError):  # removed by another process
             status = path.stat()
             is_unfinished = path.name.startswith(".")  # left by a killed process if it is old

@@ -201,6 +201,17 @@ def test_a_dataset_is_a_folder_or_file_below_the_address_and_hidden_names_are_no
         list_datasets(replace(config, data_path=store.address(f"{tmp_path.name}/web")))
 
 
+def test_names_may_hold_what_addresses_and_requests_escape(tmp_path: Path, store: ObjectStore) -> None:
+    names = ["a b.arrow", "c+d=e.arrow", "f%20g.arrow", "h?i#j.arrow", "k:l&m.arrow", "ünï.arrow", "[n]{o}.arrow"]
+    for number, name in enumerate(names):
+        write_documents(tmp_path / "da ta+x%41" / "w e=b" / name, random_documents(60, number))
+    add_records(tmp_path / "da ta+x%41")
+    store.upload(tmp_path / "da ta+x%41", f"{tmp_path.name}/da ta+x%41")
+    config = settings(store.address(f"{tmp_path.name}/da ta+x%41"), tmp_path, data_cache_path=str(tmp_path / "cache"))
+    assert first_steps(config) == first_steps(settings(tmp_path / "da ta+x%41", tmp_path))
+    assert {*names} == {*list_datasets(config)[0].paths}
+
+
 def test_an_index_by_records_reads_little_and_one_without_says_what_it_reads(
     tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -388,7 +399,7 @@ def read_chunk(cache: ChunkCache, key: str, content: bytes, fetched: list[str] |
 
 
 def files_of(tmp_path: Path) -> list[Path]:
-    return sorted(path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.name != ".bytes")
+    return sorted(path for path in (tmp_path / "cache" / "chunks").rglob("*.chunk"))
 
 
 def test_the_folder_is_bounded_and_what_was_used_last_stays(tmp_path: Path) -> None:
@@ -396,15 +407,29 @@ def test_the_folder_is_bounded_and_what_was_used_last_stays(tmp_path: Path) -> N
     for number in range(40):
         key = f"{number:08x}"
         assert read_chunk(caches[number % 2], key, bytes([number]) * 900) == bytes([number]) * 900
-        os.utime(tmp_path / "cache" / key[:2] / key, (number + 10, number + 10))
+        os.utime(tmp_path / "cache" / "chunks" / key[:2] / f"{key}.chunk", (number + 10, number + 10))
         if number > 1:  # in use
-            os.utime(tmp_path / "cache" / "00" / "00000001", (10**6, 10**6))
+            os.utime(tmp_path / "cache" / "chunks" / "00" / "00000001.chunk", (10**6, 10**6))
         assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 10_000
-    names = [path.name for path in files_of(tmp_path)]
+    names = [path.stem for path in files_of(tmp_path)]
     assert len(names) >= 9 and {"00000001", "00000027", "00000026"} <= {*names}
     other: list[str] = []
     assert read_chunk(cached(tmp_path, 10_000), "00000027", bytes([39]) * 900, other) == bytes([39]) * 900
     assert not other  # the next start uses it
+
+
+def test_other_files_in_the_cache_folder_stay_and_a_cache_below_a_chunk_does_no_harm(tmp_path: Path) -> None:
+    own = [tmp_path / "cache" / name for name in ("en/part.arrow", "de/part.chunk", "chunks/en/part.arrow")]
+    for path in own:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(9000))
+    for number in range(40):
+        read_chunk(cached(tmp_path, 5000), f"{number:08x}", bytes(900))
+    assert [path.stat().st_size for path in own] == [9000] * 3
+    fetched: list[str] = []
+    for _ in range(2):
+        assert read_chunk(cached(tmp_path, 100), "abcd", bytes(900), fetched) == bytes(900)
+    assert len(fetched) == 2
 
 
 def test_the_memory_is_bounded_and_divided_among_the_processes() -> None:
@@ -424,8 +449,8 @@ def test_a_damaged_or_half_written_chunk_does_not_count(fault: str, tmp_path: Pa
     read_chunk(cached(tmp_path, 10_000), "abcd", content, fetched)
     (path,) = files_of(tmp_path)
     if fault == "unfinished":
-        path.rename(path.with_name(".1234.tmp"))
-        os.utime(path.with_name(".1234.tmp"), (0, 0))
+        path.rename(path.with_name(".1234.chunk"))
+        os.utime(path.with_name(".1234.chunk"), (0, 0))
     else:
         damaged = bytearray(path.read_bytes())
         damaged[100] ^= fault == "flipped"
@@ -434,7 +459,7 @@ def test_a_damaged_or_half_written_chunk_does_not_count(fault: str, tmp_path: Pa
     assert read_chunk(again, "abcd", content, fetched) == content and len(fetched) == 2
     for number in range(20):
         read_chunk(again, f"{number:04x}", content)
-    assert not list((tmp_path / "cache").rglob(".*.tmp"))
+    assert not list((tmp_path / "cache").rglob(".*.chunk"))
 
 
 def test_a_chunk_whose_file_becomes_unreadable_is_fetched_again(root: Path, tmp_path: Path, store: ObjectStore) -> None:
@@ -461,7 +486,7 @@ def test_training_goes_on_without_a_disk_for_the_cache(
     write, full = Path.open, tmp_path / "cache"
 
     def fail(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        if path.is_relative_to(full) and path.name.endswith(".tmp"):
+        if path.is_relative_to(full) and path.name.startswith(".") and path.suffix == ".chunk":
             raise OSError(code, os.strerror(code), str(path))
         return write(path, mode, *arguments, **named)
 
