@@ -44,7 +44,6 @@ TRIES_OF_PATH = 5
 REQUESTS = 32
 """Requests to a store at once by one process."""
 _LARGEST = 2**30 + 1
-_NEVER = threading.Event()
 
 
 class StoreError(PretrainError):
@@ -109,11 +108,6 @@ class Store:
                 raise OSError(f"the answer has {len(content):,} of {size:,} bytes from byte {begin:,} on")
             return content
 
-    def read_range(self, name: str, begin: int, size: int) -> bytes:
-        """Return some bytes of an object; fewer at its end."""
-        with self._as_store_error(name), self._system.open_input_file(self._path(name)) as file:
-            return bytes(file.read_at(size, begin))
-
     def read_pieces(self, name: str) -> Iterator[bytes]:
         """Yield the content of an object in order."""
         with self._as_store_error(name), self._system.open_input_stream(self._path(name)) as stream:
@@ -126,9 +120,9 @@ class Store:
             found: int | None = self._system.get_file_info(self._path(name)).size
             return found
 
-    def sizes(self) -> dict[str, int]:
-        """Return the size of every object by its name."""
-        return {name: info.size for name, info in self.entries().items() if info.is_file}
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Return the size of every object in a folder by its name in it."""
+        return {name: info.size for name, info in self.entries(folder).items() if info.is_file}
 
     def entries(self, folder: str = "", *, recursive: bool = True) -> dict[str, pyarrow.fs.FileInfo]:
         """Return what the store says of the objects and folders in a folder, by their names in it."""
@@ -256,8 +250,8 @@ class StorePath:
 
     @property
     def identity(self) -> str:
-        """Scheme, endpoint, bucket and name."""
-        return f"{self} {dict(parse_qsl(self.query.lstrip('?'))).get('endpoint_override', '')}".rstrip()
+        """Endpoint, scheme, bucket and name."""
+        return f"{dict(parse_qsl(self.query.lstrip('?'))).get('endpoint_override', '')}{self}"
 
     @property
     def name(self) -> str:
@@ -296,8 +290,7 @@ class StorePath:
 
     def files(self) -> dict[str, int]:
         """Return the sizes of all files below a folder, by their names in it."""
-        entries = self.ask(lambda store: store.entries(self.key))
-        return {name: info.size for name, info in entries.items() if info.is_file}
+        return self.ask(lambda store: store.sizes(self.key))
 
     def open(self, mode: str = "rb") -> io.BytesIO:
         """Return the content of a small file."""
@@ -315,21 +308,14 @@ class StorePath:
         """Return the tag of the file's version (`Store.open`); 0 if there is none."""
         return self.ask(lambda store: store.tag(self.key))
 
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the content of a file in order."""
-        file, _ = self.open_ranges()
-        with file:
-            for begin in range(0, file.size(), PIECE_BYTES):
-                yield self.read(file, begin, min(PIECE_BYTES, file.size() - begin))
-
     def read(self, file: pyarrow.NativeFile, begin: int, size: int) -> bytes:
         """Return some bytes of the opened file."""
         return self.ask(lambda store: store.read_at(self.key, file, begin, size))
 
-    def ask(self, action: Callable[[Store], T], stop: threading.Event = _NEVER, tries: int = TRIES_OF_PATH) -> T:
-        """Call the store, as `Store.retry` does."""
+    def ask(self, action: Callable[[Store], T], tries: int = TRIES_OF_PATH) -> T:
+        """Call the store, at most so many times."""
         store = _store(f"{self._bucket}{self.query}")
-        return store.retry(lambda: action(store), stop, tries)
+        return store.retry(lambda: action(store), threading.Event(), tries)
 
 
 _store = cache(Store)

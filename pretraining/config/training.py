@@ -230,7 +230,7 @@ class DataConfig:
         per_node=True,
     )
     data_cache_size: ByteSize = setting(
-        "16GB",
+        "4GB",
         "most bytes in data_cache_path or, without it, in the memory of a machine's processes, as 200GB or 64GiB",
         silent_change=True,
         per_node=True,

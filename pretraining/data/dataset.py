@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig
@@ -24,7 +23,7 @@ from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples, Spl
 from pretraining.data.sampling.mixture import FirstSamples, Mixture, Phase, Skipped, integer_weights
 from pretraining.data.sampling.token_stream import shard_count
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
-from pretraining.data.storage.chunks import ChunkCache
+from pretraining.data.storage.chunks import chunk_cache
 from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
 from pretraining.data.storage.doubts import warn_about_splits, warn_about_tokens
 from pretraining.data.storage.index_files import build_index, find_index
@@ -66,16 +65,6 @@ def is_indexed(files: DatasetFiles, config: DataConfig) -> bool:
     return _find_dataset(files, config) is not None
 
 
-def chunk_cache(config: DataConfig, processes: int = 1) -> ChunkCache:
-    """Make the cache of a process for data in object stores.
-
-    Args:
-        processes: of the job on this machine, which share `data_cache_size`.
-    """
-    folder = None if config.data_cache_path is None else Path(config.data_cache_path).expanduser()
-    return ChunkCache(folder, parse_bytes(config.data_cache_size), processes)
-
-
 def working_set_bytes(opened: OpenedDatasets, config: DataConfig) -> int:
     """Return about how much of the data in object stores is in use at a time: a block of each shard, at most all."""
     total = 0
@@ -86,13 +75,11 @@ def working_set_bytes(opened: OpenedDatasets, config: DataConfig) -> int:
     return total
 
 
-def open_datasets(
-    listing: Sequence[DatasetFiles], config: DataConfig, chunks: ChunkCache | None = None
-) -> OpenedDatasets:
+def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig, processes: int = 1) -> OpenedDatasets:
     """Map the indices of all datasets into memory.
 
     Args:
-        chunks: of this process; None = its own.
+        processes: of the job on this machine, which share `data_cache_size`.
 
     Raises:
         DataError: an index is missing, or a dataset has no documents.
@@ -109,7 +96,8 @@ def open_datasets(
         if len(dataset.index.documents) == 0:
             raise DataError(f"dataset '{files.name}' is empty: its files have no documents", path=files.folder)
         found.append(dataset)
-    return OpenedDatasets(tuple(found), chunks=chunks or chunk_cache(config))
+    size = parse_bytes(config.data_cache_size)
+    return OpenedDatasets(tuple(found), chunks=chunk_cache(config.data_cache_path, size, processes))
 
 
 def warn_about_datasets(opened: OpenedDatasets, config: DataConfig) -> None:

@@ -68,10 +68,7 @@ def find_evaluation_folders(
 
 def _real(path: Location) -> PurePosixPath:
     """Return a path with links resolved, or the identity of a place in a store, for comparisons."""
-    if isinstance(path, StorePath):
-        place, _, endpoint = path.identity.partition(" ")
-        return PurePosixPath(endpoint, place)
-    return PurePosixPath(os.path.realpath(str(path)))
+    return PurePosixPath(path.identity if isinstance(path, StorePath) else os.path.realpath(str(path)))
 
 
 def _check_no_overlap(
@@ -84,8 +81,8 @@ def _check_no_overlap(
                 log.info("evaluation set %s overlaps the training dataset '%s'", path, files.name)
                 continue
             raise DataError(
-                f"this evaluation set overlaps the training dataset '{files.name}' in {folder}. Evaluate on another "
-                "folder, or on a share of the training data (--held_out_fraction)",
+                f"this evaluation set overlaps the training dataset '{files.name}' in {files.folder}. Evaluate on "
+                "another folder, or on a share of the training data (--held_out_fraction)",
                 path=path,
             )
 

@@ -73,4 +73,4 @@ class FetchAhead:
     def _fetch(self) -> None:
         while (fetch := self._tasks.get()) is not None and not self._stop.is_set():
             with suppress(Exception):  # the reader meets the same error
-                fetch(self._stop)
+                fetch()

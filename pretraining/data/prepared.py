@@ -174,9 +174,11 @@ def recorded_tokenizer(config: DataConfig, run: Path | None = None) -> str | Non
     Earlier versions recorded a folder beside the data as typed, which must not become a name on the Hub.
     """
     path, data = config.tokenizer_path, config.data_path
+    is_elsewhere = path is not None and (is_address(path) or not exists(Path(path)))
+    if is_elsewhere and run is not None and exists(run / KEPT_TOKENIZER / TOKENIZER_FILE):
+        return str((run / KEPT_TOKENIZER).absolute())
     if is_address(path):
-        is_kept = run is not None and exists(run / KEPT_TOKENIZER / TOKENIZER_FILE)
-        return f"{run}/{KEPT_TOKENIZER}" if is_kept else path
+        return path
     is_beside = path is not None and data is not None and Path(path).is_relative_to(data)
     return str(Path(path).absolute()) if path is not None and is_beside else path
 

@@ -29,6 +29,7 @@ from pretraining.errors import ConfigError, OutOfMemoryError
 from pretraining.estimate.advice import memory_advice
 from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.memory import STATE_BYTES, MemoryEstimate, Rank, estimate_memory, optimizer_state_bytes
+from pretraining.files import is_address
 from pretraining.launch.machine import machine_memory
 from pretraining.observability.profiler import TRACES
 from pretraining.observability.throughput import peak_bytes
@@ -57,7 +58,7 @@ def check_memory(config: TrainConfig, shape: LlamaShape, dims: DimSizes, process
         shape: shape of the model; a checkpoint may override the dimensions in `config`.
 
     Raises:
-        ConfigError: the model needs more memory than there is, and `ignore_memory` is off.
+        ConfigError: the model, or data that is kept in memory, needs more than there is, and `ignore_memory` is off.
         CheckpointError: rank 0 cannot gather full checkpoints in the host's memory.
     """
     rank = _rank(config, dims, processes.device)
@@ -76,6 +77,7 @@ def check_memory(config: TrainConfig, shape: LlamaShape, dims: DimSizes, process
             gathered += needed.total * dims.node
         check_host_memory(gathered, "Give --ckpt_format=sharded, or start anyway with --ignore_memory=true")
     if needed.total * (1 - TOLERANCE) <= limit_bytes:
+        _check_cached_data(config, on_cpu * needed.total * (1 - TOLERANCE), dims)
         return
     fitting = memory_advice(config, shape, rank, ADVISED_SHARE * limit_bytes)
     would_fit = f"These would fit: {'; '.join(fitting)}" if fitting else "No smaller setting would fit"
@@ -86,28 +88,14 @@ def check_memory(config: TrainConfig, shape: LlamaShape, dims: DimSizes, process
     )
 
 
-def check_cached_data(
-    config: TrainConfig, shape: LlamaShape, dims: DimSizes, processes: Processes, data_bytes: int
-) -> None:
-    """Refuse a cache in memory that cannot fit in the machine, on a CPU beside the model.
-
-    Args:
-        data_bytes: of all data in object stores.
-
-    Raises:
-        ConfigError: it cannot fit, and `ignore_memory` is off.
-    """
-    cached, memory = min(data_bytes, parse_bytes(config.data.data_cache_size)), machine_memory()
-    if config.data.data_cache_path is not None or config.run.ignore_memory:
-        return
-    is_cpu, rank = processes.device.type == "cpu", _rank(config, dims, processes.device)
-    resident = estimate_memory(config, shape, rank).total * dims.node if is_cpu else 0
-    if cached + resident * (1 - TOLERANCE) > memory.available:
-        beside = f" beside the {format_gib(resident)} of training" if is_cpu else ""
+def _check_cached_data(config: TrainConfig, beside: float, dims: DimSizes) -> None:
+    """Refuse data in memory that does not fit beside so many bytes of this process."""
+    is_in_memory = is_address(config.data.data_path) and config.data.data_cache_path is None
+    cached, available = parse_bytes(config.data.data_cache_size), machine_memory().available
+    if is_in_memory and cached + beside * dims.node > available:
         raise ConfigError(
-            f"--data_cache_size={config.data.data_cache_size} keeps up to {format_gib(cached)} of data in memory"
-            f"{beside}, and {format_gib(memory.available)} are available in {memory.limited_by}. Give "
-            "--data_cache_path=<a folder on a local disk>, or a smaller size"
+            f"--data_cache_size={config.data.data_cache_size} of data in memory do not fit: {format_gib(available)} are "
+            "available in this machine. Give --data_cache_path=<a folder on a local disk>, or a smaller size"
         )
 
 

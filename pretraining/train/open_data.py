@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from pretraining.config.batch_sizes import BatchSizes
@@ -23,7 +24,6 @@ from pretraining.data.batch import StepBatch
 from pretraining.data.dataset import (
     build_evaluation_loader,
     build_indices,
-    chunk_cache,
     is_indexed,
     open_datasets,
     warn_about_datasets,
@@ -33,9 +33,7 @@ from pretraining.data.dataset import (
 from pretraining.data.evaluation_sets import EvaluationFolder, find_evaluation_folders
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets, Samples, SplitName
-from pretraining.data.storage.chunks import ChunkCache
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
-from pretraining.data.storage.index import Index
 from pretraining.data.storage.index_files import find_index, receive_index
 from pretraining.data.tokenizer import load_fitting_tokenizer
 from pretraining.distributed.dims import Dims
@@ -63,13 +61,6 @@ class OpenedData:
     training: OpenedDatasets | None
     folders: tuple[tuple[EvaluationFolder, OpenedDatasets], ...] = ()
 
-    @property
-    def remote_bytes(self) -> int:
-        """Size of all files in object stores."""
-        opened = filter(None, (self.training, *(each for _, each in self.folders)))
-        listed = [dataset.files for each in opened for dataset in each.datasets]
-        return sum(sum(files.sizes) for files in listed if files.is_remote)
-
 
 def open_data(config: TrainConfig, processes: Processes, index_folder: str | None = None) -> OpenedData:
     """Open a job's datasets and evaluation folders in every process.
@@ -85,25 +76,23 @@ def open_data(config: TrainConfig, processes: Processes, index_folder: str | Non
     paths, is_evaluation = config.evaluation.eval_datasets, config.evaluation.eval_only
     folders = on_rank_zero(lambda: find_evaluation_folders(paths, data, listing, may_overlap=is_evaluation))
     needs_training = bool(listing) and not (is_evaluation and data.held_out_fraction == 0)
-    chunks = chunk_cache(data, processes.local_world_size)
     opened = OpenedData(
-        training=_open_datasets(listing, data, processes, index_folder, chunks) if needs_training else None,
+        training=_open_datasets(listing, data, processes, index_folder) if needs_training else None,
         folders=tuple(
-            (folder, _open_datasets((folder.files,), folder.config, processes, index_folder, chunks))
-            for folder in folders
+            (folder, _open_datasets((folder.files,), folder.config, processes, index_folder)) for folder in folders
         ),
     )
     if opened.training is not None:
-        _check_cache(working_set_bytes(opened.training, data), data, processes)
+        needed = working_set_bytes(opened.training, data) * processes.local_world_size // processes.world_size
+        on_every_rank(lambda: check_cache(needed, data, processes))
         on_rank_zero(partial(warn_about_datasets, opened.training, data))
     for folder, datasets in opened.folders:
         on_rank_zero(partial(warn_about_datasets, datasets, folder.config))
     return opened
 
 
-def _check_cache(needed: int, config: DataConfig, processes: Processes) -> None:
-    """Warn about a cache below what is in use at a time, and refuse one below a quarter of it."""
-    needed = needed * processes.local_world_size // processes.world_size
+def check_cache(needed: int, config: DataConfig, processes: Processes) -> None:
+    """Warn about a cache below what a machine has in use at a time, and refuse one below a quarter of it."""
     if parse_bytes(config.data_cache_size) >= needed:
         return
     problem = (
@@ -117,22 +106,15 @@ def _check_cache(needed: int, config: DataConfig, processes: Processes) -> None:
 
 
 def _open_datasets(
-    listing: tuple[DatasetFiles, ...],
-    config: DataConfig,
-    processes: Processes,
-    index_folder: str | None,
-    chunks: ChunkCache,
+    listing: tuple[DatasetFiles, ...], config: DataConfig, processes: Processes, index_folder: str | None
 ) -> OpenedDatasets:
     if index_folder is not None:
         listing = on_rank_zero(lambda: tuple(with_content(files, config) for files in listing))
         indexed_by_rank = gather_from_every_rank(lambda: [is_indexed(files, config) for files in listing])
         elsewhere = replace(config, index_path=index_folder)
         configs = [config if all(indexed) else elsewhere for indexed in zip(*indexed_by_rank, strict=True)]
-        parts = [
-            _open_datasets((files,), each, processes, None, chunks)
-            for files, each in zip(listing, configs, strict=True)
-        ]
-        return OpenedDatasets(tuple(dataset for part in parts for dataset in part.datasets), chunks=chunks)
+        parts = [_open_datasets((files,), each, processes, None) for files, each in zip(listing, configs, strict=True)]
+        return replace(parts[0], datasets=tuple(dataset for part in parts for dataset in part.datasets))
     listing = on_rank_zero(lambda: build_indices(listing, config))
     for files in listing:
         if files.is_remote:
@@ -140,7 +122,7 @@ def _open_datasets(
     # Nodes may not share the cache folder of the indices. If they do, this call finds the indices of rank 0.
     is_first_of_node = processes.local_rank == 0
     on_every_rank(lambda: build_indices(listing, config) if is_first_of_node else None)
-    return on_every_rank(lambda: open_datasets(listing, config, chunks))
+    return on_every_rank(lambda: open_datasets(listing, config, processes.local_world_size))
 
 
 def _share_index(files: DatasetFiles, config: DataConfig, processes: Processes) -> None:
@@ -148,26 +130,19 @@ def _share_index(files: DatasetFiles, config: DataConfig, processes: Processes) 
     lacks = gather_from_every_rank(lambda: processes.local_rank == 0 and find_index(files, config) is None)
     if not any(lacks):
         return
-    found = find_index(files, config) if processes.is_main else None
-    size = on_rank_zero(lambda: found.path.stat().st_size if found is not None else 0)
+    index = find_index(files, config) if processes.is_main else None
+    content = np.zeros(0, np.uint8) if index is None else np.memmap(index.path, np.uint8, "r")
+    begins = range(0, on_rank_zero(lambda: len(content)), _PIECE_BYTES)
 
-    def pieces() -> Iterator[bytes]:
-        for begin in range(0, size, _PIECE_BYTES):
-            yield on_rank_zero(partial(_read_piece, found, begin))
+    def share() -> None:
+        pieces = (on_rank_zero(content[begin : begin + _PIECE_BYTES].tobytes) for begin in begins)
+        try:
+            if lacks[processes.rank]:
+                receive_index(files, config, pieces)
+        finally:
+            deque(pieces, maxlen=0)  # all processes take part until the end, also if one cannot write
 
-    received = pieces()
-    try:
-        if lacks[processes.rank]:
-            receive_index(files, config, received)
-    finally:
-        deque(received, maxlen=0)  # all processes take part until the end, also if one cannot write
-
-
-def _read_piece(index: Index | None, begin: int) -> bytes:
-    assert index is not None, "rank 0 has the index"
-    with index.path.open("rb") as file:
-        file.seek(begin)
-        return file.read(_PIECE_BYTES)
+    on_every_rank(share)
 
 
 def open_evaluation_sources(

@@ -44,7 +44,7 @@ from pretraining.observability.metrics import Metrics
 from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import BestBy, DefaultDuration, Progress, TokenSchedule, TrainState
-from pretraining.train.memory_check import check_cached_data, check_memory
+from pretraining.train.memory_check import check_memory
 from pretraining.train.open_data import OpenedData, open_evaluation_sources
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,6 @@ def plan_run(
     processes.activity.restart(step=start.step if start is not None else 0)
     restore_cpu_threads(start, config, processes, threads)
     data, shape = opened.training, resolve_shape(config.model)
-    on_every_rank(lambda: check_cached_data(config, shape, dims, processes, opened.remote_bytes))
     loads_optimizer = start is not None and _loads_optimizer(start, config)
     restored = None if start is None or start.weights_only else start
     saved = restored.manifest if restored is not None else Manifest()  # before the first step

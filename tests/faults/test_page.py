@@ -64,6 +64,9 @@ FAULTS = {
     "unit/checkpoint/test_own_checkpoints.py": [
         "the same, and retention has removed from the mirror what the run returned from"
     ],
+    "unit/data/storage/test_stored_data.py": [
+        "a store with the data fails, is slow or cuts; an object is replaced; the disk of its cache is full or damaged"
+    ],
     "unit/distributed/test_rendezvous.py": ["a process never joins"],
     "unit/observability/test_events.py": ["a flipped bit in logs, run_status.json, lease.json, an index"],
     "unit/train/test_evaluation.py": ["the evaluation sets change at a resume"],

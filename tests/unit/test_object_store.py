@@ -19,12 +19,14 @@ def test_objects_are_read_whole_in_pieces_and_by_ranges(tmp_path: Path) -> None:
     store.write("a/b", [b"0123", b"456789"])
     assert store.sizes() == {"a/b": 10} and store.size("a/b") == 10
     assert store.read("a/b") == b"".join(store.read_pieces("a/b")) == b"0123456789"
-    assert store.read_range("a/b", 3, 4) == b"3456" and store.read_range("a/b", 8, 4) == b"89"
+    opened = store.open("a/b")
+    assert opened is not None and store.read_at("a/b", opened[0], 3, 4) == b"3456"
+    with pytest.raises(StoreError, match="the answer has 2 of 4 bytes from byte 8 on"):
+        store.read_at("a/b", opened[0], 8, 4)
     store.remove("a")
     store.remove("a")
     assert store.sizes() == {}
-    with pytest.raises(StoreError):
-        store.read_range("a/b", 0, 1)
+    assert store.open("a/b") is None and store.tag("a/b") == 0
     with pytest.raises(StoreError):
         list(store.read_pieces("a/b"))
 

@@ -17,7 +17,6 @@ version are never used.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import logging
@@ -30,8 +29,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -117,16 +115,6 @@ class _DiskChunk(OpenFile):
                 os.utime(self.path)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A chunk to get: its name in the cache, its range in the object, and what reads it from the store."""
-
-    key: str
-    begin: int
-    end: int
-    fetch: Callable[[], bytes]
-
-
 class ChunkCache:
     """The chunks that this process holds, and those in the node's cache folder. Threads and processes share it.
 
@@ -154,9 +142,13 @@ class ChunkCache:
         self._has_warned = False
         self.fetched_bytes = self.fetches = 0
 
-    def get(self, wanted: Wanted) -> Chunk:
-        """Return a chunk; fetch it unless this process, another thread or the folder has it."""
-        return self._held.get(wanted.key, lambda: self._find(wanted))
+    def get(self, file: StoreFile, number: int) -> Chunk:
+        """Return a chunk of a file; fetch it unless this process, another thread or the folder has it."""
+        return self._held.get(file.keys[number], lambda: self._find(file, number))
+
+    def peek(self, key: str) -> Chunk | None:
+        """Return a chunk that this process has."""
+        return self._held.peek(key)
 
     def use(self, key: str) -> bool:
         """Return whether this process has a chunk, and count it as used if so."""
@@ -165,24 +157,20 @@ class ChunkCache:
             chunk.touch()
         return chunk is not None
 
-    def peek(self, key: str) -> Chunk | None:
-        """Return a chunk that this process has."""
-        return self._held.peek(key)
-
-    def _find(self, wanted: Wanted) -> _MemoryChunk | _DiskChunk:
+    def _find(self, file: StoreFile, number: int) -> _MemoryChunk | _DiskChunk:
+        key = file.keys[number]
         with self._lock:
-            coming = self._coming.get(wanted.key)
+            coming = self._coming.get(key)
             if coming is None:
-                own = self._coming[wanted.key] = Future[_MemoryChunk | _DiskChunk]()
+                own = self._coming[key] = Future[_MemoryChunk | _DiskChunk]()
         if coming is not None:
-            # A fetch that failed may have been one that nobody waited for.
-            return coming.result() if coming.exception() is None else self._find(wanted)
+            return coming.result()
         try:
-            own.set_result(self._in_folder(wanted) or self._keep(wanted, wanted.fetch()))
+            own.set_result(self._in_folder(file, number) or self._keep(file, number, file.fetch(number)))
         except BaseException as error:
             own.set_exception(error)
         finally:
-            del self._coming[wanted.key]
+            del self._coming[key]
         return own.result()
 
     # The folder
@@ -191,55 +179,47 @@ class ChunkCache:
         assert self._folder is not None
         return self._folder / key[:2] / f"{key}{_SUFFIX}"
 
-    def _in_folder(self, wanted: Wanted) -> _DiskChunk | None:
+    def _in_folder(self, file: StoreFile, number: int) -> _DiskChunk | None:
         if self._folder is None:
             return None
+        key, (begin, end) = file.keys[number], file.cuts[number : number + 2]
+        again = partial(self._replace, file, number)
         try:
-            chunk = self._open(wanted, is_checked=wanted.key in self._checked)
+            chunk = _DiskChunk(self._path(key), begin, end - begin, again, is_checked=key in self._checked)
         except DataError:  # missing, or damaged
             return None
-        self._checked.add(wanted.key)
+        self._checked.add(key)
         return chunk
 
-    def _open(self, wanted: Wanted, *, is_checked: bool) -> _DiskChunk:
-        path, size = self._path(wanted.key), wanted.end - wanted.begin
-        return _DiskChunk(path, wanted.begin, size, partial(self._replace, wanted), is_checked=is_checked)
-
-    def _replace(self, wanted: Wanted) -> Chunk:
+    def _replace(self, file: StoreFile, number: int) -> Chunk:
         """Return a chunk whose file has become unreadable."""
-        self._held.drop(wanted.key)
-        self._checked.discard(wanted.key)
-        with suppress(OSError):
-            self._path(wanted.key).unlink()
-        return self.get(wanted)
+        self._held.drop(file.keys[number])
+        self._checked.discard(file.keys[number])
+        return self.get(file, number)
 
-    def _keep(self, wanted: Wanted, content: bytes) -> _MemoryChunk | _DiskChunk:
+    def _keep(self, file: StoreFile, number: int, content: bytes) -> _MemoryChunk | _DiskChunk:
         self.fetches, self.fetched_bytes = self.fetches + 1, self.fetched_bytes + len(content)
+        chunk = _MemoryChunk(file.cuts[number], content)
         if self._folder is None or len(content) > self._limit * KEPT_SHARE:
-            return _MemoryChunk(wanted.begin, content)
-        path = self._path(wanted.key)
+            return chunk
+        path = self._path(file.keys[number])
         temporary = path.with_name(f".{secrets.token_hex(8)}{_SUFFIX}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._make_room(self._folder, len(content) + _CHECKSUM_BYTES)
             try:
-                with temporary.open("wb") as file:
-                    file.write(content)
-                    file.write(zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little"))
+                temporary.write_bytes(content + zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little"))
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
-            self._checked.add(wanted.key)
-            return self._open(wanted, is_checked=True)
-        except (OSError, DataError) as error:
-            reason = reason_of(error) if isinstance(error, OSError) else str(error)
+            self._checked.add(file.keys[number])
+            return self._in_folder(file, number) or chunk
+        except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
+                reason = reason_of(error)
                 log.warning("%s: the cache cannot be used (%s); training reads from the store", self._folder, reason)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                with suppress(OSError):
-                    self._limit = max(1, _remove_oldest(self._folder, self._limit)[1])
-            return _MemoryChunk(wanted.begin, content)
+            return chunk
 
     def _make_room(self, folder: Path, size: int) -> None:
         """Count a new file, and remove the least recently used ones if the folder is too full."""
@@ -249,27 +229,33 @@ class ChunkCache:
             text = counter.read()
             total = int(text) + size if text.isdigit() else self._limit + 1
             if total > self._limit:
-                total = _remove_oldest(folder, int(KEPT_SHARE * self._limit) - size)[0] + size
+                total = _remove_oldest(folder, int(KEPT_SHARE * self._limit) - size) + size
             counter.truncate(0)
             counter.write(str(total).encode())
 
 
-def _remove_oldest(folder: Path, most_bytes: int) -> tuple[int, int]:
-    """Remove the least recently used files of a cache folder; return the bytes that are left, and those before."""
+@cache
+def chunk_cache(folder: str | None, limit_bytes: int, processes: int) -> ChunkCache:
+    """Return the cache of this process with these arguments, which all its datasets share."""
+    return ChunkCache(None if folder is None else Path(folder).expanduser(), limit_bytes, processes)
+
+
+def _remove_oldest(folder: Path, most_bytes: int) -> int:
+    """Remove the least recently used files of a cache folder; return the bytes that are left."""
     found, now = [], time.time()
     for path in folder.glob(f"??/*{_SUFFIX}"):
         with suppress(FileNotFoundError):  # removed by another process
             status = path.stat()
-            is_unfinished = path.name.startswith(".")  # left by a killed process if it is old
-            if not is_unfinished or now - status.st_mtime > _STALE_SECONDS:
-                found.append((0.0 if is_unfinished else status.st_mtime, status.st_size, path))
-    left = total = sum(size for _, size, _ in found)
+            is_left = path.name.startswith(".") and now - status.st_mtime > _STALE_SECONDS  # by a killed process
+            if is_left or not path.name.startswith("."):
+                found.append((0.0 if is_left else status.st_mtime, status.st_size, path))
+    left = sum(size for _, size, _ in found)
     for _, size, path in sorted(found):
         if left <= most_bytes:
             break
         path.unlink(missing_ok=True)
         left -= size
-    return left, total
+    return left
 
 
 class StoreFile:
@@ -282,43 +268,32 @@ class StoreFile:
 
     def __init__(self, place: StorePath, size: int, tag: int, cuts: np.ndarray, cache: ChunkCache) -> None:
         self._place, self._tag, self._cache = place, tag, cache
-        self._cuts = cuts.tolist()
         version = hashlib.blake2b(f"{place.identity}\0{size}\0{tag}".encode(), digest_size=8).hexdigest()
-        self._keys = [f"{version}-{begin}-{end}" for begin, end in pairwise(self._cuts)]
+        self.cuts: list[int] = cuts.tolist()
+        self.keys = [f"{version}-{begin}-{end}" for begin, end in pairwise(self.cuts)]
         self._opened: list[pyarrow.NativeFile] = []
         self._failures: dict[int, tuple[float, str]] = {}
 
     def part(self, begin: int, end: int) -> Chunk:
         """Return what reads bytes [begin, end) faster: their chunk, if it is one."""
-        number = bisect_right(self._cuts, begin) - 1
-        return self._chunk(number) if end <= self._cuts[number + 1] else self
+        number = bisect_right(self.cuts, begin) - 1
+        return self.chunk(number) if end <= self.cuts[number + 1] else self
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` (bytes) from a position of the file; raise a DataError if it cannot be had, or has changed."""
         while len(target):
-            number = bisect_right(self._cuts, offset) - 1
-            count = min(len(target), self._cuts[number + 1] - offset)
-            self._chunk(number).read_into(target[:count], offset)
+            number = bisect_right(self.cuts, offset) - 1
+            count = min(len(target), self.cuts[number + 1] - offset)
+            self.chunk(number).read_into(target[:count], offset)
             target, offset = target[count:], offset + count
 
-    def key(self, begin: int) -> str:
-        """Return the key of the chunk that begins at a byte."""
-        return self._keys[bisect_right(self._cuts, begin) - 1]
+    def chunk(self, number: int) -> Chunk:
+        """Return a chunk by its number; fetch it if it is missing."""
+        return self._cache.peek(self.keys[number]) or self._cache.get(self, number)
 
-    def fetch(self, begin: int, stop: threading.Event) -> None:
-        """Make the chunk ready that begins at a byte; `stop` ends the retries when set."""
-        self._chunk(bisect_right(self._cuts, begin) - 1, stop)
-
-    def _chunk(self, number: int, stop: threading.Event | None = None) -> Chunk:
-        chunk = self._cache.peek(self._keys[number])
-        if chunk is not None:
-            return chunk
-        begin, end = self._cuts[number], self._cuts[number + 1]
-        fetch = partial(self._fetch, begin, end, stop or threading.Event())
-        return self._cache.get(Wanted(self._keys[number], begin, end, fetch))
-
-    def _fetch(self, begin: int, end: int, stop: threading.Event) -> bytes:
-        """Read from the store. Opening the object again after the read tells the version that was read."""
+    def fetch(self, number: int) -> bytes:
+        """Read a chunk from the store. Opening the object again after the read tells the version that was read."""
+        begin, end = self.cuts[number : number + 2]
 
         def read(store: Store) -> bytes:
             file = self._opened.pop() if self._opened else self._open(store)
@@ -326,14 +301,13 @@ class StoreFile:
             self._opened.append(self._open(store))
             return content
 
-        failed_at, problem = self._failures.get(begin, (-FAILED_SECONDS, ""))
+        failed_at, problem = self._failures.get(number, (-FAILED_SECONDS, ""))
         if time.monotonic() - failed_at < FAILED_SECONDS:  # each sample in the chunk would wait as long
             raise DataError(problem)
         try:
-            return self._place.ask(read, stop, TRIES)
+            return self._place.ask(read, TRIES)
         except StoreError as error:
-            if not stop.is_set():
-                self._failures[begin] = time.monotonic(), str(error)
+            self._failures[number] = time.monotonic(), str(error)
             raise DataError(str(error)) from error
 
     def _open(self, store: Store) -> pyarrow.NativeFile:
@@ -365,25 +339,21 @@ class ChunkCuts:
         counts = -(-np.diff(borders) // LARGEST_CHUNK_BYTES)
         steps = _ranges(counts) * LARGEST_CHUNK_BYTES
         self.cuts = np.concatenate((np.repeat(borders[:-1], counts) + steps, borders[-1:]))
+        self._firsts = self.cuts.searchsorted(self.bases)  # number of the first chunk of each file
 
     def of_file(self, number: int) -> np.ndarray:
         """Return the bytes of a file before each of its chunks, then all."""
-        first, last = self.cuts.searchsorted(self.bases[number : number + 2])
+        first, last = self._firsts[number : number + 2]
         cuts: np.ndarray = self.cuts[first : last + 1] - self.bases[number]
         return cuts
 
-    def chunks_of(self, files: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> list[int]:
-        """Return the first bytes, counted over all files, of the chunks that hold ranges of bytes of files, all [n]."""
+    def chunks_of(self, files: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> list[tuple[int, int]]:
+        """Return files and numbers in them of the chunks that hold ranges of bytes of files, all [n]."""
         firsts = self.cuts.searchsorted(self.bases[files] + begins, "right") - 1
         counts = self.cuts.searchsorted(self.bases[files] + ends) - firsts
         numbers = np.unique(np.repeat(firsts, counts) + _ranges(counts))
-        places: list[int] = self.cuts[numbers].tolist()
-        return places
-
-    def locate(self, place: int) -> tuple[int, int]:
-        """Return file and byte of a place that is counted over all files."""
-        file = int(self.bases.searchsorted(place, "right")) - 1
-        return file, place - int(self.bases[file])
+        holders = self._firsts.searchsorted(numbers, "right") - 1
+        return list(zip(holders.tolist(), (numbers - self._firsts[holders]).tolist(), strict=True))
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from typing import Any
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.content import time_of_change
-from pretraining.data.storage.document_records import record_name
 from pretraining.data.storage.token_format import TokenFormat, format_class
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
@@ -56,7 +55,6 @@ class DatasetFiles:
         content: record of the content of all files, that of their index; "" = their index has none, None = not asked.
         ending: last bytes of every undamaged file; empty = not checked.
         query: parameters of the address in a store, with the question mark.
-        unrecorded_bytes: size of the objects without a record of their documents, which an index reads whole.
     """
 
     name: str
@@ -70,7 +68,6 @@ class DatasetFiles:
     content: str | None = None
     ending: bytes = b""
     query: str = ""
-    unrecorded_bytes: int = 0
 
     def path(self, number: int) -> str:
         """Return the absolute path of a file by its number, for messages the address of an object."""
@@ -240,20 +237,8 @@ def _listing(place: Location, name: str, scan: _Scan, kind: str, formats: Format
     alone = is_file(place)
     folder = place.parent if alone else place
     query = folder.query if isinstance(folder, StorePath) else ""
-    unrecorded = sum(size for path, size in zip(paths, sizes, strict=True) if record_name(path) not in scan.records)
-    return DatasetFiles(
-        name,
-        str(folder),
-        paths,
-        sizes,
-        digest.hexdigest(),
-        kind,
-        alone,
-        times,
-        ending=formats[kind].ending,
-        query=query,
-        unrecorded_bytes=unrecorded,
-    )
+    listed = DatasetFiles(name, str(folder), paths, sizes, digest.hexdigest(), kind, alone, times)
+    return replace(listed, ending=formats[kind].ending, query=query)
 
 
 def saved_files(folder: Location) -> set[str]:
@@ -290,13 +275,11 @@ class _Scan:
         files: size and time of change, or tag, by relative path.
         saved: relative paths of folders with a `STATE_FILE`.
         repeated: relative paths of folders that were found under another path before.
-        records: relative paths of records of documents in a store.
     """
 
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
-    records: set[str] = field(default_factory=set)
 
 
 def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ...] = (), once: bool = True) -> _Scan:
@@ -339,7 +322,6 @@ def _scan_store(folder: StorePath, suffixes: tuple[str, ...]) -> _Scan:
     for name, tag in zip(names, map_in_order(lambda name: (folder / name).tag(), names, REQUESTS), strict=True):
         found.files[name] = sizes[name], tag
     found.saved += [name.rpartition("/")[0] for name in visible if name.rpartition("/")[2] == STATE_FILE]
-    found.records |= sizes.keys() - {*visible}
     return found
 
 

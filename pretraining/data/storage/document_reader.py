@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,8 @@ _STRETCH_BYTES_PER_PIECE = 4096
 
 OpenFiles = RecentlyUsed[OpenFile | StoreFile]
 
-Fetch = Callable[[Event], None]
-"""Makes a chunk ready; the event ends its retries when set."""
+Fetch = Callable[[], object]
+"""Makes a chunk ready."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ class DocumentReader:
     ) -> None:
         if files.is_remote:
             self._chunks, self._cuts = chunks or ChunkCache(None, 2**30), ChunkCuts(index, files.sizes)
-            self._keys: dict[int, str] = {}
         self._files = files
         self._index = index
         self._bos_token, self._sep_token = config.bos, config.sep
@@ -147,14 +145,10 @@ class DocumentReader:
         documents, files = self._index.documents_at(spans.documents), self._index.files_of(spans.documents)
         begins, stored = documents["offset"].astype(np.int64), documents["tokens"] > 0
         ends = begins + documents["tokens"] * self._index.token_bytes[files]
-        for place in self._cuts.chunks_of(files[stored], begins[stored], ends[stored]):
-            key = self._keys.get(place)
-            if key is None or not self._chunks.use(key):
-                number, begin = self._cuts.locate(place)
-                file = self._file(number)
-                assert isinstance(file, StoreFile)
-                self._keys[place] = file.key(begin)
-                yield partial(file.fetch, begin)
+        for number, chunk in self._cuts.chunks_of(files[stored], begins[stored], ends[stored]):
+            file = self._file(number)
+            if isinstance(file, StoreFile) and not self._chunks.use(file.keys[chunk]):
+                yield partial(file.chunk, chunk)
 
     def _file(self, number: int) -> OpenFile | StoreFile:
         return self._opened.get(self._files.path(number), partial(self._open, number))

@@ -13,12 +13,12 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import BoundedSemaphore
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -134,6 +134,14 @@ def read_record(
         return None
 
 
+def unrecorded_bytes(files: DatasetFiles) -> int:
+    """Return the size of the objects without a record beside them, which are read whole; 0 for files on a disk."""
+    if not isinstance(files.root, StorePath):
+        return 0
+    there = files.root.files()
+    return sum(size for path, size in zip(files.paths, files.sizes, strict=True) if record_name(path) not in there)
+
+
 def _layout(
     place: Location, size: int, gaps: np.ndarray, lengths: np.ndarray, firsts: np.ndarray, lasts: np.ndarray
 ) -> DocumentLayout:
@@ -189,8 +197,8 @@ def _copy(files: DatasetFiles, number: int, folder: Path, *, is_empty: bool) -> 
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb") as file:
             file.truncate(files.sizes[number])
-            for piece in place.pieces() if not is_empty else ():
-                file.write(piece)
+            if not is_empty:
+                place.ask(lambda store: _write(file, store.read_pieces(place.key)))
     except OSError as error:
         size = format_bytes(files.sizes[number])
         raise DataError(
@@ -199,6 +207,11 @@ def _copy(files: DatasetFiles, number: int, folder: Path, *, is_empty: bool) -> 
             path=place,
         ) from error
     check_version(files, number)
+
+
+def _write(file: IO[bytes], pieces: Iterable[bytes]) -> None:
+    file.seek(0)  # another try begins again
+    file.writelines(pieces)
 
 
 def check_version(files: DatasetFiles, number: int) -> None:

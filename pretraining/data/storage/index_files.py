@@ -31,7 +31,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
 from pretraining.data.storage.content import content_record, digest_of_records, open_ranges
 from pretraining.data.storage.dataset_files import DatasetFiles, describe_changes, index_folders
-from pretraining.data.storage.document_records import check_version, local_copy, read_record
+from pretraining.data.storage.document_records import check_version, local_copy, read_record, unrecorded_bytes
 from pretraining.data.storage.index import (
     BLOCK_DOCUMENTS,
     DOCUMENT,
@@ -272,7 +272,7 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
     index = find_index(files, config, workers)
     if index is not None:
         return index
-    size, whole = format_bytes(sum(files.sizes)), files.unrecorded_bytes if files.is_remote else 0
+    size, whole = format_bytes(sum(files.sizes)), unrecorded_bytes(files)
     streamed = f"; {format_bytes(whole)} without a record of their documents are read whole, once" if whole else ""
     log.info("indexing dataset '%s': %s, %s%s", files.name, count_of(len(files.paths), "file"), size, streamed)
 

@@ -28,7 +28,7 @@ from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_records import write_record
-from pretraining.object_store import StorePath, location
+from pretraining.object_store import Store, StorePath, location
 from scripts.benchmark.common import Number, announce, flag_parser, print_table, spread
 from scripts.benchmark.documents import SEQ_LENGTH, write_documents
 from scripts.benchmark.measure.loader import open_loader, settings_of
@@ -100,7 +100,8 @@ def measure_reading(folder: Path, shards: int, rounds: int, turns: int) -> None:
                 if turn:  # the first turn is a warm-up, and fills the warm cache
                     rates.setdefault(name, []).append(found)
             began, size = time.perf_counter(), 0
-            for piece in (place / DATASET / on_disk.datasets[0].files.paths[0]).pieces():
+            first = place / DATASET / on_disk.datasets[0].files.paths[0]
+            for piece in Store(address).read_pieces(first.key):
                 size += len(piece)
             sequential.append(size / 2e6 / (time.perf_counter() - began))
         held = working_set_bytes(open_datasets(listing, stored), stored)

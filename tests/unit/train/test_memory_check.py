@@ -56,6 +56,20 @@ def test_a_model_that_cannot_fit_is_refused_with_settings_that_would(gib: float,
     assert {"batch_size", "seq_length", "ignore_memory"} <= set(refused.value.settings)
 
 
+def test_data_of_a_store_that_does_not_fit_in_memory_is_refused(tmp_path: Path) -> None:
+    model = (
+        "model_variant=tiny",
+        "batch_size=1",
+        "seq_length=64",
+        "use_dummy_dataset=false",
+        "data_path=s3://bucket/t",
+    )
+    check(8, *model, "data_cache_size=4GB", processes=2)
+    with pytest.raises(ConfigError, match="--data_cache_size=8GiB of data in memory do not fit: 8.0 GiB are available"):
+        check(8, *model, "data_cache_size=8GiB", processes=2)
+    check(8, *model, "data_cache_size=8GiB", f"data_cache_path={tmp_path}", processes=2)
+
+
 def test_a_run_whose_full_checkpoints_cannot_be_gathered_is_refused() -> None:
     model = ("model_variant=125m", "batch_size=1", "seq_length=256")
     flags = (*model, "ckpt_format=full", "ckpt_save_path=run")  # 12 bytes per parameter

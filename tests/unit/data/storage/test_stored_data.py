@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from object_store import CREDENTIALS, ObjectStore
 from tiers import first_quick
 from unit.data.token_files import (
@@ -32,11 +34,13 @@ from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_loader, working_set_bytes
 from pretraining.data.storage import chunks, index_files
 from pretraining.data.storage.arrow import ArrowFormat
-from pretraining.data.storage.chunks import ChunkCache, Wanted
+from pretraining.data.storage.chunks import ChunkCache
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_records import record_name, write_record
-from pretraining.errors import DataError
+from pretraining.distributed.processes import Processes
+from pretraining.errors import ConfigError, DataError
 from pretraining.object_store import Store, StorePath, location
+from pretraining.train.open_data import check_cache
 
 
 @pytest.fixture(scope="module")
@@ -388,13 +392,14 @@ def cached(tmp_path: Path, size: int, processes: int = 1) -> ChunkCache:
 def read_chunk(cache: ChunkCache, key: str, content: bytes, fetched: list[str] | None = None) -> bytes:
     """Return a chunk of the cache; note the key if it was fetched."""
 
-    def fetch() -> bytes:
+    def fetch(_: int) -> bytes:
         if fetched is not None:
             fetched.append(key)
         return content
 
+    file: Any = SimpleNamespace(keys=[key], cuts=[500, 500 + len(content)], fetch=fetch)
     target = bytearray(len(content))
-    cache.get(Wanted(key, 500, 500 + len(content), fetch)).read_into(memoryview(target), 500)
+    cache.get(file, 0).read_into(memoryview(target), 500)
     return bytes(target)
 
 
@@ -494,6 +499,21 @@ def test_training_goes_on_without_a_disk_for_the_cache(
     config = settings(store.upload(root, tmp_path.name), tmp_path, data_cache_path=str(full))
     assert first_steps(config) == first_steps(settings(root, tmp_path))
     assert caplog.text.count("the cache cannot be used") == 1 and os.strerror(code) in caplog.text
+
+
+@pytest.mark.parametrize(("size", "warns"), [("1GB", False), ("25GB", False), ("24GB", True), ("7GB", True)])
+def test_a_cache_below_the_working_set_is_said_and_one_far_below_it_refused(
+    size: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, here = DataConfig(data_cache_size=size), Processes(0, 16, 0, 8, torch.device("cpu"))
+    needed = 25 * 10**9
+    if size == "1GB":
+        problem = "--data_cache_size=1GB is less than the 25.0 GB of data .* less than a quarter of them"
+        with pytest.raises(ConfigError, match=problem):
+            check_cache(needed, config, here)
+        return
+    check_cache(needed, config, here)
+    assert ("is less than the 25.0 GB" in caplog.text) == warns
 
 
 def test_chunks_end_with_blocks_and_one_fetch_serves_all_who_wait(
