@@ -94,8 +94,8 @@ def _check_cached_data(config: TrainConfig, beside: float, dims: DimSizes) -> No
     cached, available = parse_bytes(config.data.data_cache_size), machine_memory().available
     if is_in_memory and cached + beside * dims.node > available:
         raise ConfigError(
-            f"--data_cache_size={config.data.data_cache_size} of data in memory do not fit: {format_gib(available)} are "
-            "available in this machine. Give --data_cache_path=<a folder on a local disk>, or a smaller size"
+            f"--data_cache_size={config.data.data_cache_size} of data in memory do not fit in the "
+            f"{format_gib(available)} of this machine. Give --data_cache_path=<a local folder>, or a smaller size"
         )
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from pretraining.data.storage.content import content_record, open_ranges
 from pretraining.data.storage.token_format import DocumentLayout
 from pretraining.errors import DataError
-from pretraining.files import Location, read_file, reason_of, write_atomic
+from pretraining.files import Location, reason_of, write_atomic
 from pretraining.object_store import StorePath
 from pretraining.text import format_bytes
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 COPIES_AT_ONCE = 4
 """Local copies of a process at once; their disk holds as many of the largest objects."""
-_LARGEST_RECORD_BYTES = 2**31
 _BYTES_PER_DOCUMENT = 32
 _WINDOW_BYTES = 4096
 _MOST_STRIPPED_SHARE = 1 / 64
@@ -116,7 +115,7 @@ def read_record(
         strip_tokens: if many documents begin or end with them, the result is None, too.
     """
     try:
-        content = io.BytesIO(read_file(place.parent / record_name(place.name), _LARGEST_RECORD_BYTES))
+        content = (place.parent / record_name(place.name)).open("rb")
         if sum(each.file_size for each in zipfile.ZipFile(content).infolist()) > _BYTES_PER_DOCUMENT * size + 2**16:
             return None
         with np.load(content, allow_pickle=False) as parts:

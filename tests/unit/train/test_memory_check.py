@@ -65,7 +65,7 @@ def test_data_of_a_store_that_does_not_fit_in_memory_is_refused(tmp_path: Path) 
         "data_path=s3://bucket/t",
     )
     check(8, *model, "data_cache_size=4GB", processes=2)
-    with pytest.raises(ConfigError, match="--data_cache_size=8GiB of data in memory do not fit: 8.0 GiB are available"):
+    with pytest.raises(ConfigError, match=r"--data_cache_size=8GiB of data in memory do not fit in the 8\.0 GiB"):
         check(8, *model, "data_cache_size=8GiB", processes=2)
     check(8, *model, "data_cache_size=8GiB", f"data_cache_path={tmp_path}", processes=2)
 
