@@ -313,7 +313,7 @@ class StorePath:
         return self.ask(lambda store: store.read_at(self.key, file, begin, size))
 
     def ask(self, action: Callable[[Store], T], tries: int = TRIES_OF_PATH) -> T:
-        """Call the store, at most so many times."""
+        """Call the store, and repeat a call that fails, as `Store.retry` does."""
         store = _store(f"{self._bucket}{self.query}")
         return store.retry(lambda: action(store), threading.Event(), tries)
 

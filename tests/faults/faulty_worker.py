@@ -316,12 +316,12 @@ def unreadable_samples() -> Context:
     def failing(*arguments: Any) -> Samples:
         samples = make(*arguments)
 
-        def spans(shards: np.ndarray, numbers: np.ndarray) -> Spans:
-            if ((shards + numbers) % 5 == 0).any():
+        def read(spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
+            if (spans.documents % 5 == 0).any():
                 raise DataError("Input/output error", path=Path("part-0.arrow"))
-            return samples.spans(shards, numbers)
+            samples.read(spans, target, rows)
 
-        return replace(samples, spans=spans)
+        return replace(samples, read=read)
 
     return patch.object(dataset, "dummy_samples", failing)
 
