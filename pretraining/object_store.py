@@ -44,6 +44,8 @@ TRIES_OF_PATH = 5
 REQUESTS = 32
 """Requests to a store at once by one process."""
 _LARGEST = 2**30 + 1
+_VERSION = ("etag", "last-modified", "generation", "updated")
+"""What stores call the version of an object and its time; a store may tell other things that change with each read."""
 
 
 class StoreError(PretrainError):
@@ -91,8 +93,9 @@ class Store:
         """
         with self._as_store_error(name), suppress(FileNotFoundError):
             file = self._system.open_input_file(self._path(name))
-            told = repr(sorted(file.metadata().items())).encode()
-            return file, int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+            told = {name.lower(): value for name, value in (file.metadata() or {}).items()}
+            version = repr([file.size(), *(told.get(name) for name in _VERSION)]).encode()
+            return file, int.from_bytes(hashlib.blake2b(version, digest_size=8).digest(), "little") >> 1
         return None
 
     def tag(self, name: str) -> int:

@@ -14,9 +14,9 @@ import io
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from threading import BoundedSemaphore
 from typing import IO, TYPE_CHECKING, Any
 
@@ -175,36 +175,35 @@ def local_copy(files: DatasetFiles, number: int, folder: str | None = None) -> I
     stem, partners = files.paths[number].rpartition(".")[0], list[int]()
     if f"{stem}.idx" in files.paths:
         partners = [each for each, path in enumerate(files.paths) if path.rpartition(".")[0] == stem]
-    if folder is not None:
-        with suppress(OSError):  # which the next line names
-            Path(folder).mkdir(parents=True, exist_ok=True)
-    with _copies, TemporaryDirectory(prefix="pretrain-", dir=folder, ignore_cleanup_errors=True) as copies:
-        try:
+    root = Path(folder or gettempdir())
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _copies, TemporaryDirectory(prefix="pretrain-", dir=root, ignore_cleanup_errors=True) as copies:
             for each in {number, *partners}:
                 # The tokens of a pair are not read with its index, so that a file of their size is enough.
                 _copy(files, each, Path(copies), is_empty=each != number and not files.paths[each].endswith(".idx"))
-            yield f"{copies}/{files.paths[number]}"
-        except DataError as error:
-            error.args = (str(error).replace(copies, files.folder),)
-            raise
+            try:
+                yield f"{copies}/{files.paths[number]}"
+            except DataError as error:
+                error.args = (str(error).replace(copies, files.folder),)
+                raise
+    except OSError as error:
+        size = format_bytes(files.sizes[number])
+        raise DataError(
+            f"its copy of {size} in {root} cannot be written: {reason_of(error)}. Make room there, or give "
+            "--data_cache_path=<a folder with room>",
+            path=files.path(number),
+        ) from error
 
 
 def _copy(files: DatasetFiles, number: int, folder: Path, *, is_empty: bool) -> None:
     place, target = files.place(number), folder / files.paths[number]
     assert isinstance(place, StorePath)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("wb") as file:
-            file.truncate(files.sizes[number])
-            if not is_empty:
-                place.ask(lambda store: _write(file, store.read_pieces(place.key)))
-    except OSError as error:
-        size = format_bytes(files.sizes[number])
-        raise DataError(
-            f"its copy of {size} in {folder.parent} cannot be written: {reason_of(error)}. Make room there, or give "
-            "--data_cache_path=<a folder with room>",
-            path=place,
-        ) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("wb") as file:
+        file.truncate(files.sizes[number])
+        if not is_empty:
+            place.ask(lambda store: _write(file, store.read_pieces(place.key)))
     check_version(files, number)
 
 
