@@ -51,7 +51,7 @@ TRIES = 9
 """Tries of a fetch, within about two minutes of pauses."""
 FAILED_SECONDS = 300.0
 """Time for which a chunk that could not be had is not asked for again."""
-TOUCH_SECONDS = 60.0
+TOUCH_SECONDS = 10.0
 """A chunk in use counts as used again after this time."""
 KEPT_SHARE = 0.9
 """Share of its limit that a full cache folder keeps."""
@@ -72,7 +72,7 @@ class Chunk(Protocol):
 class _MemoryChunk:
     def __init__(self, begin: int, content: bytes) -> None:
         self._begin, self._content = begin, memoryview(content)
-        self.size = len(content)
+        self.size, self.touched = len(content), 0.0
 
     def read_into(self, target: memoryview, offset: int) -> None:
         begin = offset - self._begin
@@ -89,7 +89,7 @@ class _DiskChunk(OpenFile):
 
     def __init__(self, path: Path, begin: int, size: int, again: Callable[[], Chunk], *, is_checked: bool) -> None:
         """Open a file; raise a DataError if it is missing, unreadable or, unless it was checked before, damaged."""
-        self._begin, self._again, self._touched = begin, again, 0.0
+        self._begin, self._again, self.touched = begin, again, 0.0
         super().__init__(str(path), size + _CHECKSUM_BYTES)
         if is_checked:
             return
@@ -105,14 +105,6 @@ class _DiskChunk(OpenFile):
             is_read = False
         if not is_read:
             self._again().read_into(target, offset)
-
-    def touch(self) -> None:
-        """Record that the chunk is in use."""
-        now = time.monotonic()
-        if now - self._touched > TOUCH_SECONDS:
-            self._touched = now
-            with suppress(OSError):  # another process may have removed it
-                os.utime(self.path)
 
 
 class ChunkCache:
@@ -150,11 +142,15 @@ class ChunkCache:
         """Return a chunk that this process has."""
         return self._held.peek(key)
 
-    def use(self, key: str) -> bool:
-        """Return whether this process has a chunk, and count it as used if so."""
-        chunk = self._held.find(key)
-        if isinstance(chunk, _DiskChunk):
-            chunk.touch()
+    def use(self, key: str, now: float) -> bool:
+        """Return whether this process has a chunk, and count it as used at a time (`monotonic`) if so."""
+        chunk = self._held.peek(key)
+        if chunk is not None and now - chunk.touched > TOUCH_SECONDS:
+            chunk.touched = now
+            self._held.find(key)
+            with suppress(OSError):  # another process may have removed the file
+                if isinstance(chunk, _DiskChunk):
+                    os.utime(chunk.path)
         return chunk is not None
 
     def _find(self, file: StoreFile, number: int) -> _MemoryChunk | _DiskChunk:

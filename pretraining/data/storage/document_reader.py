@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -145,9 +146,12 @@ class DocumentReader:
         documents, files = self._index.documents_at(spans.documents), self._index.files_of(spans.documents)
         begins, stored = documents["offset"].astype(np.int64), documents["tokens"] > 0
         ends = begins + documents["tokens"] * self._index.token_bytes[files]
+        now, previous = monotonic(), -1
         for number, chunk in self._cuts.chunks_of(files[stored], begins[stored], ends[stored]):
-            file = self._file(number)
-            if isinstance(file, StoreFile) and not self._chunks.use(file.keys[chunk]):
+            if number != previous:
+                file, previous = self._file(number), number
+            assert isinstance(file, StoreFile)
+            if not self._chunks.use(file.keys[chunk], now):
                 yield partial(file.chunk, chunk)
 
     def _file(self, number: int) -> OpenFile | StoreFile:

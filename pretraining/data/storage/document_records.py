@@ -10,8 +10,7 @@ record is the recorded one.
 
 from __future__ import annotations
 
-import io
-import zipfile
+import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ import numpy as np
 from pretraining.data.storage.content import content_record, open_ranges
 from pretraining.data.storage.token_format import DocumentLayout
 from pretraining.errors import DataError
-from pretraining.files import Location, reason_of, write_atomic
+from pretraining.files import Location, parse_json, reason_of, write_atomic
 from pretraining.object_store import StorePath
 from pretraining.text import format_bytes
 
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 
 COPIES_AT_ONCE = 4
 """Local copies of a process at once; their disk holds as many of the largest objects."""
-_BYTES_PER_DOCUMENT = 32
+_LARGEST_RATIO = 32
+"""Bytes of a record per byte of its file, from which on it is none."""
 _WINDOW_BYTES = 4096
 _MOST_STRIPPED_SHARE = 1 / 64
 """Share of documents to strip from which on an object is read whole: that is fewer requests."""
@@ -89,20 +89,16 @@ def write_record(path: Path, layout: DocumentLayout, read_as: str) -> None:
     size = path.stat().st_size
     with open_ranges(path) as read:
         record = content_record(read, 0, size, layout)
-    ends = layout.offsets + layout.lengths * layout.width
-    filled = layout.lengths > 0
-    content = io.BytesIO()
-    np.savez_compressed(
-        content,
-        read_as=np.array(read_as),
-        numbers=np.array([size, record], dtype="<u8"),
-        # Documents mostly follow each other, so that these are zeros.
-        gaps=layout.offsets - np.concatenate(([0], ends[:-1])),
-        lengths=layout.lengths.astype("<u4"),
-        firsts=layout.tokens[layout.offsets[filled] // layout.width],
-        lasts=layout.tokens[ends[filled] // layout.width - 1],
-    )
-    write_atomic(path.with_name(record_name(path.name)), content.getvalue())
+    ends, filled = layout.offsets + layout.lengths * layout.width, layout.lengths > 0
+    firsts = layout.tokens[layout.offsets[filled] // layout.width]
+    lasts = layout.tokens[ends[filled] // layout.width - 1]
+    # Documents mostly follow each other, so that the gaps before them are zeros.
+    gaps = layout.offsets - np.concatenate(([0], ends[:-1]))
+    header = {"read_as": read_as, "bytes": size, "content": record, "tokens": firsts.dtype.str}
+    header |= {"documents": len(gaps), "filled": len(firsts)}
+    parts = (gaps.astype("<i8"), layout.lengths.astype("<u4"), firsts, lasts)
+    content = json.dumps(header).encode() + b"\n" + zlib.compress(b"".join(part.tobytes() for part in parts))
+    write_atomic(path.with_name(record_name(path.name)), content)
 
 
 def read_record(
@@ -115,21 +111,22 @@ def read_record(
         strip_tokens: if many documents begin or end with them, the result is None, too.
     """
     try:
-        content = (place.parent / record_name(place.name)).open("rb")
-        if sum(each.file_size for each in zipfile.ZipFile(content).infolist()) > _BYTES_PER_DOCUMENT * size + 2**16:
+        line, _, packed = (place.parent / record_name(place.name)).open("rb").read().partition(b"\n")
+        header = parse_json(line)
+        count, filled, kind = header["documents"], header["filled"], np.dtype(header["tokens"])
+        length = 12 * count + 2 * filled * kind.itemsize
+        if (header["read_as"], header["bytes"]) != (read_as, size) or not 0 <= length <= _LARGEST_RATIO * size + 2**16:
             return None
-        with np.load(content, allow_pickle=False) as parts:
-            names = ("read_as", "numbers", "gaps", "lengths", "firsts", "lasts")
-            recorded_as, numbers, gaps, lengths, firsts, lasts = (parts[name] for name in names)
+        raw = zlib.decompressobj().decompress(packed, length + 1)
+        gaps, lengths = np.frombuffer(raw, "<i8", count), np.frombuffer(raw, "<u4", count, 8 * count)
+        firsts, lasts = np.frombuffer(raw, kind, offset=12 * count).reshape(2, filled)
+        if np.isin((firsts, lasts), strip_tokens).sum() > _MOST_STRIPPED_SHARE * count:
+            return None
         layout = _layout(place, size, gaps, lengths.astype(np.int64), firsts, lasts)
-        is_read_alike = str(recorded_as) == read_as and int(numbers[0]) == size
-        ends = np.isin(np.concatenate((firsts, lasts)), strip_tokens)
-        if not is_read_alike or ends.sum() > _MOST_STRIPPED_SHARE * len(lengths):
-            return None
         with open_ranges(place) as read:
             found = content_record(read, 0, size, layout)
-        return (layout, found) if found == int(numbers[1]) else None
-    except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
+        return (layout, found) if found == header["content"] else None
+    except (OSError, ValueError, KeyError, IndexError, TypeError, zlib.error):
         return None
 
 
@@ -149,7 +146,7 @@ def _layout(
     offsets = np.cumsum(gaps.astype(np.int64) + lengths * width) - lengths * width
     begins, sizes = offsets[filled], lengths[filled] * width
     is_inside = (begins >= 0) & (begins % width == 0) & (begins + sizes <= size)
-    if firsts.dtype != lasts.dtype or firsts.dtype.kind not in "iu" or not is_inside.all():
+    if firsts.dtype.kind not in "iu" or len(firsts) != len(filled) or not is_inside.all():
         raise ValueError("documents outside the file")
     positions = np.concatenate((begins // width, (begins + sizes) // width - 1))
     order = np.argsort(positions, kind="stable")
