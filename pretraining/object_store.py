@@ -45,7 +45,7 @@ REQUESTS = 32
 """Requests to a store at once by one process."""
 _LARGEST = 2**30 + 1
 _VERSION = ("etag", "last-modified", "generation", "updated")
-"""What stores call the version of an object and its time; a store may tell other things that change with each read."""
+"""Names that stores have for the version of an object and its time; other facts may change without a new version."""
 
 
 class StoreError(PretrainError):
