@@ -35,7 +35,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_loader, working_set_bytes
 from pretraining.data.storage import chunks, index_files
 from pretraining.data.storage.arrow import ArrowFormat
-from pretraining.data.storage.chunks import ChunkCache
+from pretraining.data.storage.chunks import ChunkCache, chunk_cache
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_records import record_name, write_record
 from pretraining.distributed.processes import Processes
@@ -58,6 +58,7 @@ def server() -> Iterator[ObjectStore]:
 def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
     monkeypatch.setattr("pretraining.object_store.LONGEST_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr("pretraining.object_store.FIRST_PAUSE_SECONDS", 0.01)
+    chunk_cache.cache_clear()  # a process has one cache
     yield server
     server.heal()
 
@@ -346,6 +347,7 @@ def test_failing_answers_are_asked_for_again(fault: str, root: Path, tmp_path: P
     expected = first_steps(settings(root, tmp_path))
     store.fault(b".arrow", fault, times=4)
     assert first_steps(config) == expected
+    chunk_cache.cache_clear()
     datasets = opened(config)
     store.heal()
     store.fault(b"GET /", fault, times=4)
