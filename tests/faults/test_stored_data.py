@@ -75,6 +75,23 @@ def in_store(server: ObjectStore, run: Path, *more: str) -> list[str]:
     return [*COMMON, *places, f"ckpt_save_path={run}", *more]
 
 
+def train_on_two_machines(flags: list[str], folder: Path, status: int) -> list[str]:
+    """Run a process on each of two machines with a cache folder of their own, `machine0` and `machine1`."""
+    (port,) = free_ports(1)
+    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    processes = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "MASTER_PORT": str(port), "XDG_CACHE_HOME": str(folder / f"machine{rank}")}
+        line = [sys.executable, str(ROOT / "main_training.py"), *TINY, "batch_size=2", *flags, "bos_token=1"]
+        environment = plain_environment({**common, **own})
+        processes.append(
+            subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
+    assert [process.returncode for process in processes] == [status, status], "".join(outputs)
+    return outputs
+
+
 def assert_same_run(run: Path, expected: Path) -> None:
     assert losses_of(run) == losses_of(expected)
     assert metrics_of(run, "evaluation_loss") or metrics_of(expected, "evaluation_loss") == []
@@ -115,23 +132,21 @@ def test_a_run_moves_from_a_store_to_a_disk_and_back(
 def test_machines_without_a_shared_disk_get_the_index_from_the_first(
     tmp_path: Path, server: ObjectStore, data: Path, expected: Path
 ) -> None:
-    (port,) = free_ports(1)
-    flags = [*TINY, "batch_size=2", *in_store(server, tmp_path / "run"), "bos_token=1"]
-    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    processes = []
-    for rank in range(2):
-        own = {"RANK": str(rank), "MASTER_PORT": str(port), "XDG_CACHE_HOME": str(tmp_path / f"machine{rank}")}
-        line = [sys.executable, str(ROOT / "main_training.py"), *flags]
-        environment = plain_environment({**common, **own})
-        processes.append(
-            subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "".join(outputs)
+    outputs = train_on_two_machines(in_store(server, tmp_path / "run"), tmp_path, status=0)
     assert "indexing dataset 'text'" in outputs[0] and "indexing dataset" not in outputs[1]
     indices = [sorted((tmp_path / f"machine{rank}").rglob("*.index")) for rank in range(2)]
     assert [path.name for path in indices[0]] == [path.name for path in indices[1]] and len(indices[0]) == 2
     assert indices[0][0].read_bytes() == indices[1][0].read_bytes()
+
+
+@pytest.mark.thorough
+def test_a_machine_that_cannot_keep_the_index_is_one_error_on_both(
+    tmp_path: Path, server: ObjectStore, data: Path
+) -> None:
+    (tmp_path / "machine1").touch()
+    outputs = train_on_two_machines(in_store(server, tmp_path / "run"), tmp_path, status=1)
+    problem = r"error: the index of dataset 'text' cannot be written: \S+/machine1/\S+ \(Not a directory\)"
+    assert re.search(problem, "".join(outputs)), "".join(outputs)
 
 
 def test_commands_after_a_run_need_no_store_and_others_take_its_address(

@@ -291,6 +291,8 @@ def test_a_path_of_a_command_is_an_address_only_if_declared(command: str) -> Non
     for setting in filter(lambda setting: setting.is_path, settings_of(COMMANDS[command].settings).values()):
         if setting.may_be_address:
             assert parse_value(setting, "s3://bucket/x") in ("s3://bucket/x", ("s3://bucket/x",))
+            with pytest.raises(ValueError, match="an address begins with s3://"):
+                parse_value(setting, "s3:/bucket/x")
             continue
         with pytest.raises(ValueError, match="this setting takes no address"):
             parse_value(setting, "s3://bucket/x")

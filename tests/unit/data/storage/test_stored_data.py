@@ -32,7 +32,9 @@ from unit.data.token_files import (
 )
 
 from pretraining.config.training import DataConfig
+from pretraining.data import fetch_ahead
 from pretraining.data.dataset import build_loader, working_set_bytes
+from pretraining.data.fetch_ahead import FetchAhead
 from pretraining.data.storage import chunks, index_files
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.chunks import ChunkCache, chunk_cache
@@ -282,6 +284,14 @@ def test_a_record_that_does_not_fit_does_not_count(fault: str, root: Path, tmp_p
     assert first_steps(settings(root, tmp_path)) == first_steps(settings(address, tmp_path))
 
 
+def test_a_copy_that_cannot_be_made_is_one_error(root: Path, tmp_path: Path, store: ObjectStore) -> None:
+    (tmp_path / "cache").touch()
+    config = settings(store.upload(root, tmp_path.name), tmp_path, data_cache_path=str(tmp_path / "cache"))
+    problem = r"s3://bucket/\S+/code/one.arrow: its copy of \S+ kB in \S+/cache cannot be written: File exists"
+    with pytest.raises(DataError, match=problem):
+        opened(config)
+
+
 # Changed objects
 
 
@@ -374,6 +384,26 @@ def test_a_store_that_stays_away_is_one_error_and_no_secret_is_shown(
                 assert len(list(islice(batches, 24))) == 24
     text = caplog.text + "".join(path.read_text("latin-1") for path in tmp_path.rglob("*.index"))
     assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in text
+
+
+def test_fetches_that_hang_do_not_keep_a_loader_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_ahead, "CLOSING_SECONDS", 0.1)
+    exits = list[str]()
+    monkeypatch.setattr(fetch_ahead, "exit_without_waiting", lambda: exits.append("at once"))
+    answer, begun = threading.Event(), threading.Semaphore(0)
+
+    def fetch() -> None:
+        begun.release()
+        answer.wait()
+
+    reader: Any = SimpleNamespace(locate=lambda step: step, fetches=lambda step: [fetch], read=lambda step: step)
+    ahead = FetchAhead(reader, 5, 8)
+    assert [ahead.read(step) for step in (5, 6, 7)] == [5, 6, 7]
+    for _ in range(3):  # no more steps than there are
+        begun.acquire()
+    ahead.close()
+    assert exits == ["at once"] and not begun.acquire(blocking=False)
+    answer.set()
 
 
 def test_new_credentials_are_asked_for(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
