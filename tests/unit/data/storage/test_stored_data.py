@@ -397,7 +397,7 @@ def test_fetches_that_hang_do_not_keep_a_loader_open(monkeypatch: pytest.MonkeyP
         answer.wait()
 
     reader: Any = SimpleNamespace(locate=lambda step: step, fetches=lambda step: [fetch], read=lambda step: step)
-    ahead = FetchAhead(reader, 5, 8)
+    ahead: Any = FetchAhead(reader, 5, 8)
     assert [ahead.read(step) for step in (5, 6, 7)] == [5, 6, 7]
     for _ in range(3):  # no more steps than there are
         begun.acquire()
