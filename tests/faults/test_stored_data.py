@@ -149,6 +149,7 @@ def test_a_machine_that_cannot_keep_the_index_is_one_error_on_both(
     assert re.search(problem, "".join(outputs)), "".join(outputs)
 
 
+@pytest.mark.thorough
 def test_commands_after_a_run_need_no_store_and_others_take_its_address(
     tmp_path: Path, server: ObjectStore, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
