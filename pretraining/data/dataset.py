@@ -23,10 +23,10 @@ from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples, Spl
 from pretraining.data.sampling.mixture import FirstSamples, Mixture, Phase, Skipped, integer_weights
 from pretraining.data.sampling.token_stream import shard_count
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
-from pretraining.data.storage.chunks import chunk_cache
 from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
 from pretraining.data.storage.doubts import warn_about_splits, warn_about_tokens
 from pretraining.data.storage.index_files import build_index, find_index
+from pretraining.data.storage.store_files import chunk_cache
 from pretraining.errors import ConfigError, DataError
 from pretraining.text import parse_bytes
 

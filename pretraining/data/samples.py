@@ -27,11 +27,11 @@ from pretraining.data.sampling.token_stream import (
     shard_count,
 )
 from pretraining.data.storage.bin_counts import BinCounts
-from pretraining.data.storage.chunks import ChunkCache
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.document_reader import DocumentReader, Fetch, OpenFiles
 from pretraining.data.storage.index import Index
 from pretraining.data.storage.open_files import open_files
+from pretraining.data.storage.store_files import ChunkCache
 
 SplitName = Literal["train", "held_out"]
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
-from pretraining.data.storage.chunks import Chunk, ChunkCache, ChunkCuts, StoreFile
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import VIRTUAL_BOS, Index
 from pretraining.data.storage.open_files import OpenFile
+from pretraining.data.storage.store_files import Chunk, ChunkCache, ChunkCuts, StoreFile
 from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
 from pretraining.object_store import StorePath

@@ -35,11 +35,11 @@ from pretraining.config.training import DataConfig
 from pretraining.data import fetch_ahead
 from pretraining.data.dataset import build_loader, working_set_bytes
 from pretraining.data.fetch_ahead import FetchAhead
-from pretraining.data.storage import chunks, index_files
+from pretraining.data.storage import index_files, store_files
 from pretraining.data.storage.arrow import ArrowFormat
-from pretraining.data.storage.chunks import ChunkCache, chunk_cache
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_records import record_name, write_record
+from pretraining.data.storage.store_files import ChunkCache, chunk_cache
 from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError, DataError
 from pretraining.object_store import Store, StorePath, location
@@ -372,7 +372,7 @@ def test_failing_answers_are_asked_for_again(fault: str, root: Path, tmp_path: P
 def test_a_store_that_stays_away_is_one_error_and_no_secret_is_shown(
     root: Path, tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "TRIES", 2)
+    monkeypatch.setattr(store_files, "TRIES", 2)
     config = replace(settings(store.upload(root, tmp_path.name), tmp_path), datasets=("web",))
     datasets = opened(config)
     store.fault(b"one.arrow", "403", times=10**9)
@@ -557,13 +557,13 @@ def test_a_cache_below_the_working_set_is_said_and_one_far_below_it_refused(
 def test_chunks_end_with_blocks_and_one_fetch_serves_all_who_wait(
     tmp_path: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "LARGEST_CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(store_files, "LARGEST_CHUNK_BYTES", 50_000)
     write_documents(tmp_path / "data" / "web" / "a.arrow", random_documents(5000, largest=60))
     config = settings(store.upload(tmp_path / "data", tmp_path.name), tmp_path)
     datasets = opened(config)
     (dataset,) = datasets.datasets
     size = dataset.files.sizes[0]
-    cuts = chunks.ChunkCuts(dataset.index, [size]).of_file(0)
+    cuts = store_files.ChunkCuts(dataset.index, [size]).of_file(0)
     assert {0, size, *dataset.index.documents["offset"][1024::1024].tolist()} <= {*cuts.tolist()}
     assert np.diff(cuts).max() <= 50_000 and np.diff(cuts).min() > 0
     with build_loader(datasets, config, plan(6), 0, 7, 1000) as batches:
