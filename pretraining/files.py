@@ -145,8 +145,7 @@ def path_error(error: OSError, path: Location | str | None = None) -> PathError:
     """Convert an OSError into an error for users; the path is the error's own, if it has one."""
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
     return PathError(
-        f"cannot be used: {reason_of(error)}. Check the path and its permissions, or give another one",
-        path=place,
+        f"cannot be used: {reason_of(error)}. Check the path and its permissions, or give another one", path=place
     )
 
 

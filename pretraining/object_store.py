@@ -119,9 +119,8 @@ class Store:
 
     def size(self, name: str) -> int | None:
         """Return the size of an object; None if the object does not exist."""
-        with self._as_store_error(name):
-            found: int | None = self._system.get_file_info(self._path(name)).size
-            return found
+        found: int | None = self.info(name).size
+        return found
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Return the size of every object in a folder by its name in it."""

@@ -8,10 +8,12 @@ with ObjectStore() as store:
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,17 @@ CREDENTIALS = {
 }
 _ANSWER = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 _ANSWERS = {"503": b"503 Slow Down", "403": b"403 Forbidden"}
+
+
+@contextmanager
+def running_store() -> Iterator[ObjectStore]:
+    """Run a server, with its credentials in the environment."""
+    before = dict(os.environ)
+    os.environ.update(CREDENTIALS)
+    with ObjectStore() as store:
+        yield store
+    os.environ.clear()
+    os.environ.update(before)
 
 
 class ObjectStore:

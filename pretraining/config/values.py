@@ -240,9 +240,9 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
         except ValueError as error:
             return str(error)
     looks_like_address = setting.is_path and _ADDRESS.match(value) is not None
-    if looks_like_address and setting.may_be_address and not is_address(value):
-        return "an address begins with s3://, gs://, abfss:// or file://"
-    if looks_like_address and not setting.may_be_address:
+    if looks_like_address and not (setting.may_be_address and is_address(value)):
+        if setting.may_be_address:
+            return "an address begins with s3://, gs://, abfss:// or file://"
         return "this setting takes no address: copy the files to a disk first (aws s3 sync), or give a mounted path"
     if setting.choices and value not in setting.choices and not (setting.pluggable and PLUGIN_PATH.fullmatch(value)):
         hint = did_you_mean(value, setting.choices, " (did you mean {}?)")

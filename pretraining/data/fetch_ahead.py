@@ -28,7 +28,7 @@ STEPS = 8
 
 
 class FetchAhead:
-    """A thread-safe reader of steps in order, whose data is fetched before. `close` ends its threads.
+    """A thread-safe reader of consecutive steps that fetches their data in advance. `close` ends its threads.
 
     Args:
         first, limit: steps to read, [first, limit); None = without an end.

@@ -96,7 +96,7 @@ class OpenedDatasets:
     """All datasets of a job, sorted by name, and the caches that the loaders of a process share.
 
     Attributes:
-        chunks: cache of what is read from object stores; None if all files are on disks.
+        chunks: cache of what is read from object stores; None only if all files are on disks.
     """
 
     datasets: tuple[OpenedDataset, ...]

@@ -89,7 +89,7 @@ def check_memory(config: TrainConfig, shape: LlamaShape, dims: DimSizes, process
 
 
 def _check_cached_data(config: TrainConfig, beside: float, dims: DimSizes) -> None:
-    """Refuse data in memory that does not fit beside what each process needs, in bytes."""
+    """Raise a ConfigError if the data cache in memory does not fit beside `beside` bytes of each process."""
     is_in_memory = is_address(config.data.data_path) and config.data.data_cache_path is None
     cached, available = parse_bytes(config.data.data_cache_size), machine_memory().available
     if is_in_memory and cached + beside * dims.node > available:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from faulty_runs import ALL, train
-from object_store import CREDENTIALS, ObjectStore
+from object_store import CREDENTIALS, ObjectStore, running_store
 from tiers import first_quick
 from training_runs import assert_same_tensors, checkpoints_of, losses_of
 
@@ -29,12 +28,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectStore]:
-    before = dict(os.environ)
-    os.environ.update(CREDENTIALS)
-    with ObjectStore() as store:
+    with running_store() as store:
         yield store
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from faulty_runs import train
 from helpers import PATIENCE_SECONDS, ROOT, free_ports, plain_environment, run_command
-from object_store import CREDENTIALS, ObjectStore
+from object_store import CREDENTIALS, ObjectStore, running_store
 from training_runs import TINY, assert_same_tensors, losses_of, metrics_of
 
 from pretraining.cli import main
@@ -26,12 +25,8 @@ COMMON += ["eval_interval=4", "eval_batches=2"]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectStore]:
-    before = dict(os.environ)
-    os.environ.update(CREDENTIALS)
-    with ObjectStore() as store:
+    with running_store() as store:
         yield store
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")

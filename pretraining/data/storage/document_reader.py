@@ -61,7 +61,8 @@ class DocumentReader:
         chunks: ChunkCache | None = None,
     ) -> None:
         if files.is_remote:
-            self._chunks, self._cuts = chunks or ChunkCache(None, 2**30), ChunkCuts(index, files.sizes)
+            assert chunks is not None, "objects are read through a cache"
+            self._chunks, self._cuts = chunks, ChunkCuts(index, files.sizes)
         self._files = files
         self._index = index
         self._bos_token, self._sep_token = config.bos, config.sep

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 COPIES_AT_ONCE = 4
 """Local copies of a process at once; their disk holds as many of the largest objects."""
 _LARGEST_RATIO = 32
-"""Bytes of a record per byte of its file, from which on it is none."""
+"""Largest size of a record, in bytes per byte of its file; a larger one is not read."""
 _WINDOW_BYTES = 4096
 _MOST_STRIPPED_SHARE = 1 / 64
-"""Share of documents to strip from which on an object is read whole: that is fewer requests."""
+"""If a larger share of documents begins or ends with tokens to strip, reading the whole object takes fewer requests."""
 _copies = BoundedSemaphore(COPIES_AT_ONCE)
 
 
@@ -158,7 +158,7 @@ def _layout(
 def local_copy(files: DatasetFiles, number: int, folder: str | None = None) -> Iterator[str]:
     """Provide the path of a token file on a disk: its own, or that of a copy of an object, which is removed at the end.
 
-    Beside it is the file that belongs to it: of Megatron's pairs. Errors about the copy name the object.
+    A copy of one file of a Megatron pair has the other file beside it. Errors about the copy name the object.
 
     Args:
         folder: for copies; None = that of the system for temporary files.

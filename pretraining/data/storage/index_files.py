@@ -151,7 +151,7 @@ def read_documents(
 
 
 def read_local(files: DatasetFiles, token_format: TokenFormat, number: int, path: str) -> tuple[DocumentLayout, int]:
-    """Return the same of a file at a path."""
+    """Return the documents of a file of which a path on a disk is given, and the record of its content."""
     with plugin_errors("file_type", files.file_type):
         layout = token_format.documents(path)
     try:
@@ -291,8 +291,7 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
         note_times(name, files, config)
         return name
 
-    what = f"the index of dataset '{files.name}'"
-    return Index(write_once(index_folders(files, config), what, write, lambda path: open_any_index(path) is not None))
+    return Index(_write_index_file(files, config, write))
 
 
 def receive_index(files: DatasetFiles, config: DataConfig, pieces: Iterable[bytes]) -> None:
@@ -303,8 +302,13 @@ def receive_index(files: DatasetFiles, config: DataConfig, pieces: Iterable[byte
             file.write(piece)
         return index_name(files, config, files.content or "")
 
+    _write_index_file(files, config, write)
+
+
+def _write_index_file(files: DatasetFiles, config: DataConfig, write: Callable[[IO[bytes]], str]) -> Path:
+    """Write an index with `write_once`."""
     what = f"the index of dataset '{files.name}'"
-    write_once(index_folders(files, config), what, write, lambda path: open_any_index(path) is not None)
+    return write_once(index_folders(files, config), what, write, lambda path: open_any_index(path) is not None)
 
 
 def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.ndarray:

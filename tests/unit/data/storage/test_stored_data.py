@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from object_store import CREDENTIALS, ObjectStore
+from object_store import CREDENTIALS, ObjectStore, running_store
 from tiers import first_quick
 from unit.data.token_files import (
     SEP,
@@ -48,12 +48,8 @@ from pretraining.train.open_data import check_cache
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectStore]:
-    before = dict(os.environ)
-    os.environ.update(CREDENTIALS)
-    with ObjectStore() as store:
+    with running_store() as store:
         yield store
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture
