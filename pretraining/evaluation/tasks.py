@@ -106,7 +106,7 @@ def open_tasks(config: TrainConfig, processes: Processes, dims: Dims, trained_le
     if not config.evaluation.eval_tasks:
         return None
     path, shape = config.data.tokenizer_path, resolve_shape(config.model)
-    assert path is not None  # of the settings, the data or the weights (train/resolve.py)
+    assert path is not None  # of the settings, the data or the weights (train/complete.py)
     harness = on_every_rank(lambda: load_harness(config.evaluation) if processes.is_main else None)
 
     def rehearse() -> Results:

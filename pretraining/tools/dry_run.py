@@ -41,7 +41,7 @@ from pretraining.train.messages import log_plan
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Plan, check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests
-from pretraining.train.resolve import resolve
+from pretraining.train.complete import resolve
 from pretraining.train.run import join_job
 from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, read_status
 

@@ -35,7 +35,7 @@ from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
 from pretraining.train.plan import build_run_dims, check_kernels, recorded_evaluation
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
-from pretraining.train.resolve import resolve
+from pretraining.train.complete import resolve
 from pretraining.train.run import join_job
 
 

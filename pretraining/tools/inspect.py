@@ -43,7 +43,7 @@ from pretraining.text import count_of, format_table
 from pretraining.tools.commands import InspectConfig
 from pretraining.tools.translate.hook import translate_given
 from pretraining.tools.translate.translated import Translated
-from pretraining.train.resolve import adopt_settings
+from pretraining.train.complete import adopt_settings
 
 log = logging.getLogger(__name__)
 

@@ -69,7 +69,7 @@ from pretraining.train.messages import describe_end, describe_speed
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Rollback, check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
-from pretraining.train.resolve import resolve
+from pretraining.train.complete import resolve
 from pretraining.train.run_status import RunStatusWriter
 
 log = logging.getLogger(__name__)
