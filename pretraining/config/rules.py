@@ -77,6 +77,17 @@ class Rules:
     rows: tuple[Row, ...] = ()
     checks: tuple[Callable[[Any], Problems], ...] = ()
 
+    def problems(self, config: Any) -> list[Problem]:
+        """Return the problems of a configuration whose single values are valid."""
+        values = values_of(config)
+        found: list[str | Problem] = [problem for row in self.rows if (problem := row.problem(values)) is not None]
+        for check in self.checks:
+            try:
+                found.extend(check(config))
+            except ConfigError as error:
+                found.extend(error.found)
+        return ConfigError(found).found
+
 
 NO_EVALUATION_SET = {"held_out_fraction": is_off, "eval_datasets": is_off}
 NO_EVALUATION = {**NO_EVALUATION_SET, "eval_tasks": is_off, "evaluators": is_off}
@@ -206,17 +217,18 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[Problem
         config: the configuration.
         unreadable: settings whose given value could not be parsed, and that hold their default.
     """
-    values = values_of(config)
     own: Rules = getattr(config, "RULES", Rules())
-    rules = [TRAINING, own] if isinstance(config, TrainConfig) else [own]
-    rows = [row.problem(values) for each in rules for row in each.rows]
-    found: list[str | Problem] = [problem for problem in rows if problem is not None]
-    for check in [check for each in rules for check in each.checks]:
-        try:
-            found.extend(check(config))
-        except ConfigError as error:
-            found.extend(error.found)
-    return [each for each in dict.fromkeys(ConfigError(found).found) if set(unreadable).isdisjoint(each.names)]
+    rules = [TRAINING, COMPLETED, own] if isinstance(config, TrainConfig) else [own]
+    problems = [problem for each in rules for problem in each.problems(config)]
+    return [problem for problem in dict.fromkeys(problems) if set(unreadable).isdisjoint(problem.names)]
+
+
+def check_completed(config: TrainConfig) -> None:
+    """Check the rules over values that a start completes; raise a ConfigError with every problem."""
+    if problems := COMPLETED.problems(config):
+        raise ConfigError(problems)
+    if config.evaluation.sample_at_evaluations and config.data.tokenizer_path is None:
+        raise ConfigError("--sample_at_evaluations=true: the data has no tokenizer; give --tokenizer_path")
 
 
 def resolve_run_folder(config: T, given: Collection[str]) -> T:
@@ -329,7 +341,7 @@ def _check_norms(config: TrainConfig) -> Problems:
 
 def _check_window(config: TrainConfig) -> Problems:
     if config.model.model_variant is None and config.model.sliding_window is None:
-        return  # weights may have one; the check runs again then
+        return  # weights may have one: `check_completed`
     window, seq_length = resolve_shape(config.model).sliding_window, config.data.seq_length
     if window is not None and seq_length > window:
         yield (
@@ -353,7 +365,7 @@ def _check_float8(config: TrainConfig) -> Problems:
     model, context = config.model, config.parallel.context_parallel_size
     dimensions = (model.hidden_size, model.intermediate_size, model.num_attention_heads, model.num_key_value_heads)
     if config.parallel.float8 is None or (model.model_variant is None and None in dimensions):
-        return  # a checkpoint may give the rest; the check runs again then
+        return  # a checkpoint may give the rest: `check_completed`
     shape = resolve_shape(model)
     for name, side in {
         "seq_length" + (f" / {context} ranks" if context > 1 else ""): config.data.seq_length // context,
@@ -401,18 +413,17 @@ def _check_run_folder(config: TrainConfig) -> Problems:
 TRAINING = Rules(
     ROWS,
     (
-        _check_model,
         _check_data,
         _check_ranges,
         _check_schedule,
         _check_optimizer,
         _check_trackers,
         _check_context,
-        _check_float8,
         _check_norms,
-        _check_window,
         _check_addresses,
         _check_run_folder,
     ),
 )
-"""The rules of training."""
+"""The rules over settings as they are given."""
+COMPLETED = Rules(checks=(_check_model, _check_float8, _check_window))
+"""The rules over the model, which a start may complete; checked earlier, too, as far as the settings describe it."""

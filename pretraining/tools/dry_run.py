@@ -28,21 +28,18 @@ from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
-from pretraining.evaluation.evaluators import open_evaluators
-from pretraining.evaluation.generation import read_prompt
-from pretraining.evaluation.tasks import open_tasks
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
 from pretraining.observability.trackers import check_trackers
 from pretraining.text import format_table
 from pretraining.tools.inspect import Inspector, heading
+from pretraining.train.complete import find_and_complete
+from pretraining.train.job import Job, join_job
 from pretraining.train.messages import log_plan
-from pretraining.train.open_data import open_data
-from pretraining.train.plan import Plan, check_and_build_dims, plan_run
+from pretraining.train.opening import open_run
+from pretraining.train.plan import Plan, plan_run
 from pretraining.train.preemption import StopRequests
-from pretraining.train.complete import resolve
-from pretraining.train.run import join_job
 from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, read_status
 
 log = logging.getLogger(__name__)
@@ -71,20 +68,16 @@ def dry_run(
     ):
         path = on_rank_zero(lambda: find_run_folder(resolved.config))
         checkpoint = replace(resolved.config.checkpoint, ckpt_save_path=path)
-        config, start = resolve(replace(resolved.config, checkpoint=checkpoint), lambda: find_start(checkpoint))
+        given = replace(resolved.config, checkpoint=checkpoint)
+        config, start = find_and_complete(given, lambda: find_start(checkpoint))
         if start is None and config.checkpoint.ckpt_mirror_path is not None:
             log.warning("a dry run does not read --ckpt_mirror_path: a start resumes from a checkpoint there")
         if processes.is_main:
             _print(describe_settings(config, resolved, start))
-        on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
         if config.checkpoint.ckpt_save_path is not None:
             on_rank_zero(lambda: _check_folder(config, start))
-        data = open_data(config, processes, folder)
-        dims = check_and_build_dims(config, processes)
-        tasks = open_tasks(config, processes, dims, config.data.seq_length)
-        plan = plan_run(
-            config, processes, dims, data, start, threads=threads, tasks=tasks, evaluators=open_evaluators(config)
-        )
+        opened = open_run(config, start, Job(processes, requests, threads=threads), index_folder=folder)
+        plan = plan_run(config, start, opened)
         on_rank_zero(lambda: check_trackers(config))
         log_plan(plan)
         on_every_rank(requests.raise_if_signalled)

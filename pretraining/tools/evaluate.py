@@ -32,11 +32,12 @@ from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES
 from pretraining.observability.metrics import Metrics, MetricsHook
 from pretraining.train.build import build_model
+from pretraining.train.complete import find_and_complete
+from pretraining.train.job import join_job
 from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
-from pretraining.train.plan import build_run_dims, check_kernels, recorded_evaluation
+from pretraining.train.opening import build_run_dims, check_kernels
+from pretraining.train.plan import recorded_evaluation
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
-from pretraining.train.complete import resolve
-from pretraining.train.run import join_job
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _evaluate(
     evaluators: Mapping[str, UserEvaluator],
 ) -> CheckpointEvaluation:
     source = on_rank_zero(lambda: _evaluated_path(config.checkpoint))
-    config, newest = resolve(config, lambda: find_newest(source))
+    config, newest = find_and_complete(config, lambda: find_newest(source))
     assert newest is not None
     shape, device, manifest = resolve_shape(config.model), processes.device, newest.manifest
     trained = manifest.facts_of_data

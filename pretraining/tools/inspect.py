@@ -43,7 +43,7 @@ from pretraining.text import count_of, format_table
 from pretraining.tools.commands import InspectConfig
 from pretraining.tools.translate.hook import translate_given
 from pretraining.tools.translate.translated import Translated
-from pretraining.train.complete import adopt_settings
+from pretraining.train.complete import complete
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def _inspect_given(translated: Translated) -> None:
         settings = [each for each in recorded if each.section_and_name[1] not in _OF_A_START]
         config = translated.resolve(InspectConfig, Source(name, settings)).config
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
-        config = adopt_settings(config, start)
+        config = complete(config, start)
     # A run that takes only the weights starts its data from the beginning.
     manifest = start.manifest if start and not start.weights_only else None
     state, size = (manifest.data, manifest.global_batch_size) if manifest else (None, None)

@@ -7,6 +7,7 @@ Errors are raised on all ranks alike (`on_rank_zero`, `on_every_rank`), so a mis
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,7 @@ import torch
 
 from pretraining.checkpoint.branches import Branches, Point, branches_from
 from pretraining.checkpoint.hf_import import record_origin
-from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
+from pretraining.checkpoint.manager import CheckpointManager, layout_of_run, manifest_of_run
 from pretraining.checkpoint.manifest import (
     EVALUATION_SETS_STATE,
     EVALUATION_STATE,
@@ -31,6 +31,7 @@ from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.retention import set_aside_newer
 from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints, write_config
 from pretraining.checkpoint.saver import Saver
+from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
@@ -41,13 +42,13 @@ from pretraining.distributed.dims import Dims
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel, compute_dtype, parallelize
-from pretraining.distributed.processes import on_every_rank, on_rank_zero
+from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import DamagedError
-from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import EarlyStopping, Evaluator
 from pretraining.files import writing_into
+from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
 from pretraining.observability.block_norms import BlockNorms
@@ -72,14 +73,15 @@ from pretraining.optim.state import (
 )
 from pretraining.progress import Interval
 from pretraining.train.garbage import GarbageCollection
+from pretraining.train.job import Job
 from pretraining.train.loop import Run
 from pretraining.train.messages import changed_settings, log_plan
 from pretraining.train.open_data import byte_lengths, read_batches
 from pretraining.train.plan import Plan
-from pretraining.train.preemption import StopRequests
-from pretraining.train.run_status import RunStatusWriter
 from pretraining.train.stability import Guards, SpikeDetector
 from pretraining.train.step import StepContext
+
+log = logging.getLogger(__name__)
 
 REPORT_STATE = "report"  # in checkpoints
 MIRROR_WAIT_SHARE = 0.8
@@ -88,44 +90,56 @@ MIRROR_WAIT_SECONDS = 600.0
 """Base of the same wait if --hang_timeout is off."""
 
 
-def build_run(
-    plan: Plan,
-    stop_requests: StopRequests,
-    status: RunStatusWriter,
-    lease: Lease | None = None,
-    hook: MetricsHook | None = None,
-    sampler: TextSampler | None = None,
-) -> Run:
+def build_run(plan: Plan, job: Job) -> Run:
     """Build a run from its plan, and restore its start point; a collective call.
-
-    Args:
-        stop_requests: signals and deadline of this rank.
-        status: writer of the run's status and events.
-        lease: checked before each commit; None = the run saves nothing.
-        sampler: text generator; None = no generated text.
 
     Raises:
         DamagedError: the start point is damaged.
         PretrainError: any mistake of the user, the same on all ranks.
         Preempted: a stop was requested before the first step.
     """
-    _fetch_start(plan, status.events)
+    plan.processes.activity.restart(step=plan.state.step)
+    restore_cpu_threads(plan.start, plan.config, plan.processes, job.threads)
+    _fetch_start(plan, job.status.events)
     model, optimizer = _load_model_and_optimizer(plan)
     log_plan(plan)
-    _add_events(plan, status.events)
+    _add_events(plan, job.status.events)
     if plan.start is None:  # late, since it is slow: errors in the data settings come first
         initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
-    context = _build_context(plan, model, optimizer, hook)
-    run = _assemble(plan, context, stop_requests, status, lease, sampler)
+    run = _assemble(plan, _build_context(plan, model, optimizer, job.hook), job)
     if plan.start is not None and plan.start.is_rewind:
-        on_every_rank(stop_requests.raise_if_pending)
+        on_every_rank(job.requests.raise_if_pending)
         newer = on_rank_zero(partial(set_aside_newer, plan.config.checkpoint.folder, plan.state.step + 1))
-        status.events.add("return", plan.state.step, checkpoint=str(plan.start.path), set_aside=list(map(str, newer)))
+        path = str(plan.start.path)
+        job.status.events.add("return", plan.state.step, checkpoint=path, set_aside=list(map(str, newer)))
     on_rank_zero(lambda: _write_records(plan))  # a recorded return is done
-    on_every_rank(stop_requests.raise_if_pending)
+    on_every_rank(job.requests.raise_if_pending)
     begin_training(optimizer)
-    status.mark_training(plan.state)
+    job.status.mark_training(plan.state)
     return run
+
+
+def restore_cpu_threads(
+    start: CheckpointRef | None, config: TrainConfig, processes: Processes, threads: CpuThreads | None
+) -> None:
+    """Set the number of CPU threads to that of the checkpoint, if the layout is the same and the threads fit.
+
+    The number of threads decides the last bits of sums, so a log line reports it.
+
+    Args:
+        threads: threads chosen for this process; None = keep the current number.
+    """
+    if start is None or start.weights_only or threads is None or processes.device.type != "cpu":
+        return
+    layout, now = dict(start.manifest.world), torch.get_num_threads()
+    saved = layout.pop("cpu_threads", None)
+    if type(saved) is not int or saved == now or layout != layout_of_run(config):
+        return
+    if threads.is_chosen and 1 <= saved <= threads.fitting:
+        torch.set_num_threads(saved)
+        log.info("cpu_threads is %d as before: sums stay bit-equal", saved)
+    else:
+        log.info("cpu_threads was %d and is now %d: sums differ in their last bits", saved, now)
 
 
 def _fetch_start(plan: Plan, events: Events) -> None:
@@ -195,24 +209,17 @@ def build_model(shape: LlamaShape, config: TrainConfig, dims: Dims, device: torc
     return parallel
 
 
-def _assemble(
-    plan: Plan,
-    context: StepContext,
-    stop_requests: StopRequests,
-    status: RunStatusWriter,
-    lease: Lease | None,
-    sampler: TextSampler | None,
-) -> Run:
+def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
-    stopwatch, host_sync, events = Stopwatch(), HostSync(), status.events
+    stopwatch, host_sync, events = Stopwatch(), HostSync(), job.status.events
     stopwatch.add_listener(processes.activity.turn_to)
     observer = _build_observer(plan, context, stopwatch, events)
 
     def should_stop() -> bool:
-        state.request_stop(host_sync.exchange(stopwatch.elapsed, stop_requests.pending()).stop)
+        state.request_stop(host_sync.exchange(stopwatch.elapsed, job.requests.pending()).stop)
         return state.preempted
 
-    evaluator = _build_evaluator(plan, context, observer, should_stop, sampler)
+    evaluator = _build_evaluator(plan, context, observer, should_stop)
     replicas = Replicas(list(context.model.parameters.values()), plan.dims)
     is_resumed = plan.restored is not None and plan.restored.is_own
     guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, events, is_resumed=is_resumed)
@@ -231,7 +238,7 @@ def _assemble(
     if config.optimizer.optimizer not in OPTIMIZERS:
         states[OPTIMIZER_STATE] = OptimizerRecord(context.optimizer, plan.loads_optimizer)
     try:
-        checkpoints = _build_checkpoints(plan, context, states, observer, lease, status.run_id)
+        checkpoints = _build_checkpoints(plan, context, states, observer, job)
     except DamagedError:
         observer.trackers.close()  # the next try opens them again
         raise
@@ -247,7 +254,7 @@ def _assemble(
         evaluator=evaluator,
         checkpoints=checkpoints,
         host_sync=host_sync,
-        stop_requests=stop_requests,
+        stop_requests=job.requests,
         stopwatch=stopwatch,
         guards=guards,
         garbage=GarbageCollection(config.run.gc_interval),
@@ -308,9 +315,9 @@ def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, even
 
 
 def _build_evaluator(
-    plan: Plan, context: StepContext, observer: Observer, should_stop: Callable[[], bool], sampler: TextSampler | None
+    plan: Plan, context: StepContext, observer: Observer, should_stop: Callable[[], bool]
 ) -> Evaluator:
-    evaluation = plan.config.evaluation
+    evaluation, opened = plan.config.evaluation, plan.opened
     table_V = byte_lengths(plan.config, plan.processes, plan.shape.vocab_size) if plan.sources else None
     return Evaluator(
         model=context.model.module,
@@ -319,8 +326,8 @@ def _build_evaluator(
         interval=Interval(evaluation.eval_interval, plan.training_tokens),
         observer=observer,
         should_stop=should_stop,
-        evaluators=plan.evaluators,
-        tasks=plan.tasks,
+        evaluators=opened.evaluators,
+        tasks=opened.tasks,
         tasks_interval=Interval(
             evaluation.eval_interval if evaluation.eval_tasks_interval is None else evaluation.eval_tasks_interval,
             plan.training_tokens,
@@ -333,7 +340,7 @@ def _build_evaluator(
         ),
         byte_lengths_V=table_V,
         metrics=context.collector.metrics,
-        sampler=sampler if evaluation.sample_at_evaluations else None,
+        sampler=opened.sampler if evaluation.sample_at_evaluations else None,
         evaluation_mode=partial(evaluation_mode, context.optimizer, context.model.masters_changed),
     )
 
@@ -343,8 +350,7 @@ def _build_checkpoints(
     context: StepContext,
     states: Mapping[str, Stateful],
     observer: Observer,
-    lease: Lease | None,
-    run_id: str,
+    job: Job,
 ) -> CheckpointManager:
     config, saver, mirror = plan.config, None, None
     own = plan.restored if plan.restored is not None and plan.restored.is_own else None
@@ -356,8 +362,8 @@ def _build_checkpoints(
         mirror = Mirror(config.checkpoint, step, newest, given_up=given_up, listed=listed, spare_cores=spare)
     if config.checkpoint.ckpt_save_path is not None:
         timeout = collective_timeout(config.guard)
-        saver = Saver(config.checkpoint, context.model.parameters, context.optimizer, lease, timeout, mirror)
-    manifest = manifest_of_run(config, *on_rank_zero(lambda: (run_id, _branches_of_saves(plan, mirror))))
+        saver = Saver(config.checkpoint, context.model.parameters, context.optimizer, job.lease, timeout, mirror)
+    manifest = manifest_of_run(config, *on_rank_zero(lambda: (job.status.run_id, _branches_of_saves(plan, mirror))))
     checkpoints = CheckpointManager(
         config.checkpoint,
         saver,

@@ -1,6 +1,8 @@
-"""Settings and start point of a run: what the user gave, completed from the start point or the data.
+"""Completion of settings: what the user leaves open comes from the start point or from the prepared data.
 
-settings as given -> `find_run_folder` -> `resolve` -> complete settings, start point
+    settings as given, start point -> `complete` -> complete settings
+
+Only `complete` changes settings after they were read. Afterwards it checks the rules over the values that it sets.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pretraining.checkpoint.run_folder import last_settings, run_of
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.fields import build, values_of
 from pretraining.config.plugins import TRACKERS
-from pretraining.config.rules import check_config
+from pretraining.config.rules import check_completed
 from pretraining.config.training import NO_TOKEN, DataConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import (
     DEFAULT_VARIANT,
@@ -42,30 +44,34 @@ _CHANGEABLE = ("vocab_size", "rope_theta", "rope_scaling")
 """Dimensions that a run may change in the weights it starts from."""
 
 
-def resolve(config: TrainConfig, find: Callable[[], CheckpointRef | None]) -> tuple[TrainConfig, CheckpointRef | None]:
+def find_and_complete(
+    given: TrainConfig, find: Callable[[], CheckpointRef | None]
+) -> tuple[TrainConfig, CheckpointRef | None]:
     """Find the start point, and complete the settings from it; a collective call that writes nothing.
 
-    Rank 0 resolves for all processes. Each process keeps the values that its user gave (`per_node`), and takes those
-    that rank 0 has found.
+    Rank 0 does both for all processes. Each process keeps the values that its user gave (`per_node`), and takes those
+    that rank 0 has set.
 
     Args:
-        config: with the path of the run's folder (`find_run_folder`).
+        given: settings as given, with the path of the run's folder.
         find: called on rank 0; returns the start point, None = initial weights.
 
+    Returns:
+        The complete settings, and the start point.
+
     Raises:
-        CheckpointError: as `find`, as in `refuse_copy` and as in `adopt_settings`.
-        ConfigError, DataError: as in `adopt_settings`.
+        PretrainError: as `find`, `refuse_copy` and `complete`.
     """
     from pretraining.distributed.processes import on_rank_zero  # imports torch, which `inspect` does not need
 
-    def resolve_here() -> tuple[dict[str, Any], CheckpointRef | None]:
-        start, given = find(), values_of(config)
-        refuse_copy(config, start)
-        adopted = values_of(adopt_settings(config, start))
-        return {name: value for name, value in adopted.items() if value != given[name]}, start
+    def find_here() -> tuple[dict[str, Any], CheckpointRef | None]:
+        start, before = find(), values_of(given)
+        refuse_copy(given, start)
+        completed = values_of(complete(given, start))
+        return {name: value for name, value in completed.items() if value != before[name]}, start
 
-    found, start = on_rank_zero(resolve_here)
-    return build(type(config), values_of(config) | found), start
+    changes, start = on_rank_zero(find_here)
+    return build(type(given), values_of(given) | changes), start
 
 
 def refuse_copy(config: TrainConfig, start: CheckpointRef | None) -> None:
@@ -147,7 +153,7 @@ def _check_and_log_changes(start: CheckpointRef, shape: LlamaShape, tokenizer_pa
         )
 
 
-def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConfig:
+def complete(given: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConfig:
     """Complete the settings: the model, its vocabulary size, the tokens at the ends of documents, the tokenizer.
 
     Without a variant, the model has the dimensions of the start point; given dimensions stay, and the start refuses
@@ -160,21 +166,20 @@ def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTr
         ConfigError: the settings do not fit the model, or datasets name different tokens.
         DataError: the tokenizer or a prepare.json cannot be read.
     """
-    with_data = replace(config, data=_adopt_data(config, start))
-    if config.evaluation.eval_tasks and with_data.data.tokenizer_path is None:
-        with_data = replace(with_data, data=replace(with_data.data, tokenizer_path=_tokenizer_of_tasks(start)))
-    adopted = replace(with_data, model=_adopt_model(with_data, start))
-    check_config(adopted)
-    if adopted.data.tokenizer_path is None and adopted.evaluation.sample_at_evaluations:
-        raise ConfigError("--sample_at_evaluations=true: the data has no tokenizer; give --tokenizer_path")
-    if adopted.data.tokenizer_path is None and adopted.evaluation.sample_prompt:
+    data = _adopt_data(given, start)
+    if given.evaluation.eval_tasks and data.tokenizer_path is None:
+        data = replace(data, tokenizer_path=_tokenizer_of_tasks(start))
+    with_data = replace(given, data=data)
+    completed = replace(with_data, model=_adopt_model(with_data, start))
+    check_completed(completed)
+    if completed.data.tokenizer_path is None and completed.evaluation.sample_prompt:
         log.info("--sample_prompt has no effect: the data has no tokenizer; give --tokenizer_path")
     if start is not None:
-        shape = resolve_shape(adopted.model)
+        shape = resolve_shape(completed.model)
         check_same_model(start.manifest, shape, start.path, _CHANGEABLE if start.weights_only else ())
         if start.weights_only:
-            _check_and_log_changes(start, shape, adopted.data.tokenizer_path)
-    return adopted
+            _check_and_log_changes(start, shape, completed.data.tokenizer_path)
+    return completed
 
 
 def _adopt_model(config: TrainConfig, start: CheckpointRef | None) -> ModelConfig:

@@ -49,7 +49,7 @@ def log_plan(plan: Plan) -> None:
     compiled = "compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
     ranks = config.parallel.context_parallel_size
     shared = f", each sequence on {ranks} ranks (--context_parallel_size)" if ranks > 1 else ""
-    reads = _count_reads(plan)
+    reads, tasks = _count_reads(plan), plan.opened.tasks
     saves = processes.is_main and config.checkpoint.ckpt_save_path is not None
     unfinished = unfinished_saves(config.checkpoint.folder) if saves else ()
     lines_of = {
@@ -61,7 +61,7 @@ def log_plan(plan: Plan) -> None:
         "blocks": [compiled] if config.parallel.use_torch_compile else [],
         "data": [_describe_data(plan), *describe_passes(*reads)],
         "batch": [f"{plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each{shared}"],
-        "tasks": [] if plan.tasks is None or plan.tasks.harness is None else plan.tasks.harness.describe(),
+        "tasks": [] if tasks is None or tasks.harness is None else tasks.harness.describe(),
         "length": [f"{count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}"],
         "optimizer": [_describe_optimizer(config.optimizer, plan.shape)],
         "schedule": [describe_schedule(config.schedule, plan.learning_rate.horizon)],

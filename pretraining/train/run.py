@@ -1,9 +1,17 @@
-"""Run from its settings to its end: join the processes, plan, build, train, report the result.
+"""Run from its settings to its end, step by step.
 
-The command line and `pretraining.Trainer` start here. After a damaged checkpoint or a divergence, a run is planned and
-built again. A run that diverges goes back to the newest checkpoint before the divergence, and skips the samples since.
-PaLM got past its loss spikes this way (Chowdhery et al., 2022, section 5.1): a spike came from certain batches meeting
-certain weights, and did not come back with other batches.
+    join_job                 the processes of the job meet
+    _holding_run_folder      the run's folder, its lease
+    find_and_complete        start point, complete settings
+    open_run                 checks; dimensions, data, tasks
+    plan_run                 Plan
+    build_run                Run
+    train_loop               steps
+
+The command line and `pretraining.Trainer` start here. After a damaged checkpoint or a divergence, another start point
+is found, and the run is completed, planned and built from it. A run that diverges goes back to the newest checkpoint
+before the divergence, and skips the samples since. PaLM got past its loss spikes this way (Chowdhery et al., 2022,
+section 5.1): a spike came from certain batches meeting certain weights, and did not come back with other batches.
 
     divergence -> restore an older checkpoint -> save it again with the skipped samples -> set newer checkpoints aside
 
@@ -16,11 +24,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -28,57 +35,41 @@ from typing import Any, Literal
 import torch
 
 from pretraining.checkpoint.copies import TRIES_OF_START
-from pretraining.checkpoint.lease import hold_lease
+from pretraining.checkpoint.lease import Lease, hold_lease
 from pretraining.checkpoint.mirror import list_copies
 from pretraining.checkpoint.retention import set_aside_newer
 from pretraining.checkpoint.run_folder import find_run_folder, make_run_path
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
-from pretraining.config.fields import settings_of, values_of
-from pretraining.config.rules import ineffective_settings
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import format_value
 from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.processes import (
     Processes,
-    gather_from_every_rank,
-    join_processes,
-    on_every_rank,
     on_rank_zero,
 )
-from pretraining.distributed.rendezvous import Deadline, list_ranks
-from pretraining.distributed.torch_private import keep_store_of_job
-from pretraining.distributed.watchdog import Watchdog, collective_timeout
-from pretraining.errors import ConfigError, DamagedError, DivergenceError, Interrupted, Preempted
-from pretraining.evaluation.evaluators import UserEvaluator, open_evaluators
-from pretraining.evaluation.generation import TextSampler, open_sampler
-from pretraining.evaluation.tasks import open_tasks
+from pretraining.errors import DamagedError, DivergenceError, Interrupted, Preempted
+from pretraining.evaluation.evaluators import UserEvaluator
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import name_user
-from pretraining.launch.shared_cores import leaving_cores_to_others
-from pretraining.observability.environment import record_environment
 from pretraining.observability.events import Events
 from pretraining.observability.metrics import MetricsHook
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.state import evaluation_mode
-from pretraining.text import list_some
 from pretraining.train.build import build_run
+from pretraining.train.complete import find_and_complete
+from pretraining.train.job import Job, join_job
 from pretraining.train.loop import Run, train_loop
 from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import describe_end, describe_speed
-from pretraining.train.open_data import open_data
-from pretraining.train.plan import Rollback, check_and_build_dims, plan_run
+from pretraining.train.opening import open_run
+from pretraining.train.plan import Rollback, plan_run
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
-from pretraining.train.complete import resolve
 from pretraining.train.run_status import RunStatusWriter
 
 log = logging.getLogger(__name__)
 
-_MAX_NAMED = 8
 TERMINATED = 143
 """Exit code that shells report for a process that SIGTERM ended."""
-Build = Callable[[CheckpointRef | None, Rollback | None], Run]
-"""Function that builds a job's run from a start point, with what a rollback keeps; a collective call."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +116,7 @@ def train(
     """Train in every process of a job.
 
     Args:
-        config: the same in every process.
+        config: settings as given, the same in every process.
         stop_requests: None = no signals and no deadline.
         threads: CPU threads chosen for this process; None = keep the current number.
         hook: user-defined metrics.
@@ -143,40 +134,29 @@ def train(
         nullcontext() if config.checkpoint.ckpt_save_path is not None else _preemption_exits_as_terminated(),
         RunStatusWriter(config.run.max_starts_without_progress, layout.rank == 0) as status,
         join_job(config, layout, requests, is_embedded) as processes,
+        _holding_run_folder(config, processes) as (given, lease),
     ):
-        path = on_rank_zero(lambda: make_run_path(find_run_folder(config)))
-        saves = replace(config.checkpoint, ckpt_save_path=path)
-        with nullcontext() if path is None else hold_lease(Path(path), processes) as lease:
-            config, start = resolve(
-                replace(config, checkpoint=saves), lambda: find_start(saves, copies=list_copies(saves))
-            )
-            sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
-            dims = check_and_build_dims(config, processes)
-            tasks = open_tasks(config, processes, dims, config.data.seq_length)
-            own = open_evaluators(config, evaluators)
-            on_every_rank(requests.raise_if_signalled)
-            begin(status, config, start)
-            on_every_rank(requests.raise_if_pending)
-            with explain_out_of_memory(config, dims, processes):
-                data = open_data(config, processes)
-                if path is not None:
-                    record_environment(Path(path), 0 if start is None else start.step, layout.launcher, processes)
-
-                def build(start: CheckpointRef | None, rollback: Rollback | None) -> Run:
-                    plan = plan_run(config, processes, dims, data, start, rollback, threads, tasks, own)
-                    return build_run(plan, requests, status, lease, hook, sampler)
-
-                run = train_with_rollbacks(build, config, status, start)
-        return _finish(run, sampler)
+        job = Job(processes, requests, status, lease, threads, hook, evaluators, layout.launcher)
+        return _finish(train_with_rollbacks(given, job))
 
 
-def train_with_rollbacks(
-    build: Build, config: TrainConfig, status: RunStatusWriter, start: CheckpointRef | None
-) -> Run:
+@contextmanager
+def _holding_run_folder(config: TrainConfig, processes: Processes) -> Iterator[tuple[TrainConfig, Lease | None]]:
+    """Make the folder of a run that saves, and hold its lease; yield the settings with its path, and the lease."""
+    path = on_rank_zero(lambda: make_run_path(find_run_folder(config)))
+    given = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
+    with nullcontext() if path is None else hold_lease(Path(path), processes) as lease:
+        yield given, lease
+
+
+def train_with_rollbacks(given: TrainConfig, job: Job) -> Run:
     """Train to the end, with at most `max_rollbacks` rollbacks without progress in between; a collective call.
 
+    A damaged start point and a divergence lead to another start point, from which the settings are completed and the
+    run is planned again.
+
     Args:
-        config: complete settings.
+        given: settings as given, with the path of the run's folder.
 
     Returns:
         The run that trained to the end.
@@ -185,19 +165,64 @@ def train_with_rollbacks(
         DivergenceError: no rollback is left.
         CheckpointError: no checkpoint is good, or one cannot be written or moved.
     """
-    furthest, rollbacks = 0, 0
-    run = _build_undamaged(build, config, status, start)
-    while (divergence := _train_until_divergence(run)) is not None:
-        rollbacks = 1 if divergence.first_step > furthest else rollbacks + 1
-        if rollbacks > config.guard.max_rollbacks:
-            raise divergence
-        furthest = max(furthest, divergence.last_step)
-        rollback = _rollback_from(run, divergence)
+    excluded, opened = Excluded(), None
+    while True:
+        _free_memory()  # of the run that was damaged or has diverged
+        config, start = find_and_complete(given, partial(_find_start, given, excluded))
+        opened = open_run(config, start, job, opened)
+        with explain_out_of_memory(config, opened.dims, job.processes):
+            try:
+                run = build_run(plan_run(config, start, opened, excluded.rollback), job)
+            except DamagedError as error:
+                excluded = excluded.with_damaged(start, error)
+                continue
+            if excluded.divergence is not None:
+                _log_rollback(run, excluded, _replace_newer(run))
+            divergence = _train_until_divergence(run)
+        if divergence is None:
+            return run
+        excluded = excluded.with_divergence(run, divergence)
         del run
-        _free_memory()
-        run = _build_undamaged(build, config, status, _find_start(config, rollback), rollback)
-        _log_rollback(run, divergence, rollbacks, _replace_newer(run))
-    return run
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """What a start leaves out: checkpoints known to be damaged and, after a divergence, newer ones and samples.
+
+    Attributes:
+        damaged: faults by `CheckpointRef.source`.
+        rollback: None = the run has not diverged in this start.
+        divergence: the newest one.
+        rollbacks: rollbacks since the run last got further.
+        furthest: step of the furthest divergence.
+    """
+
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    rollback: Rollback | None = None
+    divergence: DivergenceError | None = None
+    rollbacks: int = 0
+    furthest: int = 0
+
+    def with_damaged(self, start: CheckpointRef | None, error: DamagedError) -> Excluded:
+        """Leave out a start point, too."""
+        assert start is not None
+        fault = str(error) if str(start.path) in str(error) else f"{start.path}: {error}"
+        return replace(self, damaged={**self.damaged, start.source: fault})
+
+    def with_divergence(self, run: Run, divergence: DivergenceError) -> Excluded:
+        """Leave out what a run has done since its divergence; raise the divergence if no rollback is left."""
+        rollbacks = 1 if divergence.first_step > self.furthest else self.rollbacks + 1
+        if rollbacks > run.plan.config.guard.max_rollbacks:
+            raise divergence
+        furthest, rollback = max(self.furthest, divergence.last_step), _rollback_from(run, divergence)
+        return replace(self, rollback=rollback, divergence=divergence, rollbacks=rollbacks, furthest=furthest)
+
+
+def _find_start(given: TrainConfig, excluded: Excluded) -> CheckpointRef | None:
+    """Find the start point, here or in the mirror; raises as `find_start`."""
+    before = None if excluded.rollback is None else excluded.rollback.before_step
+    tries = TRIES_OF_START if excluded.damaged or excluded.rollback else 1
+    return find_start(given.checkpoint, excluded.damaged, before, list_copies(given.checkpoint, tries))
 
 
 def _train_until_divergence(run: Run) -> DivergenceError | None:
@@ -207,41 +232,6 @@ def _train_until_divergence(run: Run) -> DivergenceError | None:
     except DivergenceError as divergence:
         return divergence.with_traceback(None)
     return None
-
-
-def _build_undamaged(
-    build: Build,
-    config: TrainConfig,
-    status: RunStatusWriter,
-    start: CheckpointRef | None,
-    rollback: Rollback | None = None,
-) -> Run:
-    """Build the run from a start point or, if that is damaged or no longer the newest, another; a collective call."""
-    damaged: dict[str, str] = {}
-    while True:
-        try:
-            return build(start, rollback)
-        except DamagedError as error:
-            assert start is not None
-            named = str(start.path) in str(error)
-            damaged[start.source] = str(error) if named else f"{start.path}: {error}"
-        _free_memory()
-        start = _find_start(config, rollback, damaged)
-        begin(status, config, start)
-
-
-def _find_start(
-    config: TrainConfig, rollback: Rollback | None, damaged: Mapping[str, str] = MappingProxyType({})
-) -> CheckpointRef | None:
-    """Find the start point of another run, here or in the mirror; a collective call that raises as `find_start`."""
-    before, checkpoint = None if rollback is None else rollback.before_step, config.checkpoint
-    return on_rank_zero(lambda: find_start(checkpoint, damaged, before, list_copies(checkpoint, TRIES_OF_START)))
-
-
-def begin(status: RunStatusWriter, config: TrainConfig, start: CheckpointRef | None) -> None:
-    """Count the start of a run that saves; a collective call that raises as `RunStatusWriter.begin`."""
-    if config.checkpoint.ckpt_save_path is not None:
-        on_rank_zero(lambda: status.begin(config.checkpoint.folder, start))
 
 
 def _free_memory() -> None:
@@ -269,7 +259,9 @@ def _replace_newer(run: Run) -> list[Path]:
     return on_rank_zero(lambda: set_aside_newer(folder, run.state.step, saved))
 
 
-def _log_rollback(run: Run, divergence: DivergenceError, number: int, newer: Sequence[Path]) -> None:
+def _log_rollback(run: Run, excluded: Excluded, newer: Sequence[Path]) -> None:
+    divergence, number = excluded.divergence, excluded.rollbacks
+    assert divergence is not None
     first, last, (begin, end) = divergence.first_step, divergence.last_step, divergence.samples
     text = f"rollback {number} to before step {first}, skipping samples {begin}-{end - 1}"
     log.info("step %d  %s", last, text)
@@ -290,54 +282,7 @@ def _preemption_exits_as_terminated() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def join_job(
-    config: TrainConfig, layout: ProcessLayout, requests: StopRequests, is_embedded: bool
-) -> Iterator[Processes]:
-    """Join the processes of a job for a `with` block, with a watchdog; a collective call."""
-    for line in ineffective_settings(config):
-        log.info(line)
-    waiting = config.guard.first_step_timeout.amount or collective_timeout(config.guard).total_seconds()
-    with (
-        join_processes(
-            layout,
-            timeout=collective_timeout(config.guard),
-            deadline=Deadline(timedelta(seconds=waiting), requests.raise_if_signalled),
-            parallel=config.parallel,
-        ) as processes,
-        nullcontext() if is_embedded and layout.world_size == 1 else Watchdog(config.guard, processes),
-        leaving_cores_to_others(torch.get_num_threads()) if processes.device.type == "cpu" else nullcontext(),
-    ):
-        if is_embedded and layout.world_size > 1:
-            keep_store_of_job()
-        _check_same_settings(config)
-        yield processes
-
-
-def _check_same_settings(config: TrainConfig) -> None:
-    """Refuse settings that differ between ranks, unless they are `per_node`: ranks would hang; a collective call."""
-    settings = settings_of(TrainConfig)
-    texts = {
-        name: format_value(value) if value is None or not settings[name].per_node else "given"
-        for name, value in values_of(config).items()
-    }
-    everyone = gather_from_every_rank(lambda: texts)
-    different = []
-    for name in sorted(set().union(*everyone)):
-        ranks: dict[str, list[int]] = defaultdict(list)
-        for rank, given in enumerate(everyone):
-            ranks[given.get(name, "unknown")].append(rank)
-        if len(ranks) > 1:
-            values = (f"{text or 'empty'} on ranks {list_ranks(on)}" for text, on in ranks.items())
-            different.append(f"{name} is {' and '.join(values)}")
-    if different:
-        raise ConfigError(
-            f"the processes of this job have different settings: {list_some(different, _MAX_NAMED, '; ')}.\n"
-            "Give all nodes the same recipe and flags; the recipe on a node's own disk may be outdated"
-        )
-
-
-def _finish(run: Run, sampler: TextSampler | None) -> TrainResult:
+def _finish(run: Run) -> TrainResult:
     """Log how a run ended, and return its result, or raise `Preempted`; a collective call."""
     config, processes = run.plan.config, run.plan.processes
     if config.data.use_dummy_dataset and run.observer.step_seconds:
@@ -350,7 +295,7 @@ def _finish(run: Run, sampler: TextSampler | None) -> TrainResult:
         preempted.result = _make_result(run, "preempted")
         raise preempted
     log.info(describe_end(run))
-    if sampler is not None:
+    if (sampler := run.plan.opened.sampler) is not None:
         with evaluation_mode(run.context.optimizer, run.context.model.masters_changed):
             events = run.observer.events if run.observer.newest else Events()  # a start without a step has none
             sampler.show(run.context.model.module, processes.device, run.state.step, events)

@@ -32,11 +32,10 @@ from pretraining.launch.layout import resolve_layout
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.train.build import build_run
+from pretraining.train.job import Job
 from pretraining.train.loop import Run, train_loop
-from pretraining.train.open_data import open_data
-from pretraining.train.plan import check_and_build_dims, plan_run
-from pretraining.train.preemption import StopRequests
-from pretraining.train.run_status import RunStatusWriter
+from pretraining.train.opening import open_run
+from pretraining.train.plan import plan_run
 
 ROOT = Path(__file__).parents[2]
 """Root of the repository; every benchmark runs from here."""
@@ -151,9 +150,8 @@ def join() -> Iterator[Processes]:
 
 def start_run(config: TrainConfig, processes: Processes) -> Run:
     """Build a run that resumes from the newest checkpoint of its folder, if it has one."""
-    dims, data = check_and_build_dims(config, processes), open_data(config, processes)
-    plan = plan_run(config, processes, dims, data, on_rank_zero(lambda: find_start(config.checkpoint)))
-    return build_run(plan, StopRequests(), RunStatusWriter(0, is_writer=False))
+    job, start = Job(processes), on_rank_zero(lambda: find_start(config.checkpoint))
+    return build_run(plan_run(config, start, open_run(config, start, job)), job)
 
 
 def train_project(config: TrainConfig, before_step: Callable[[float | None], None]) -> None:

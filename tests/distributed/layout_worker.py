@@ -22,7 +22,7 @@ from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import update
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
-from pretraining.train.plan import build_run_dims
+from pretraining.train.opening import build_run_dims
 
 # Rows that two or three devices do not share evenly, and some of which the fourth has none.
 FLAGS = (

@@ -25,7 +25,7 @@ from pretraining.errors import LaunchError, PathError, Preempted
 from pretraining.model.llama import Llama
 from pretraining.observability.metrics import Outputs
 from pretraining.train import run as run_module
-from pretraining.train.preemption import StopRequests
+from pretraining.train.job import Job
 
 
 class Calling(WithHits):
@@ -122,9 +122,9 @@ def test_an_interrupt_in_the_last_step_stops_the_code_after_the_run(tmp_path: Pa
 def test_a_run_that_is_asked_to_stop_before_its_first_step_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(plan: object, requests: StopRequests, *_: object) -> None:
+    def build(plan: object, job: Job) -> None:
         signal.raise_signal(signal.SIGTERM)
-        requests.raise_if_pending()
+        job.requests.raise_if_pending()
 
     monkeypatch.setattr(run_module, "build_run", build)
     with pytest.raises(Preempted):

@@ -27,7 +27,7 @@ from pretraining.errors import ConfigError, DataError
 from pretraining.files import with_checksum
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.train import resolve as resolve_module
+from pretraining.train.complete import find_and_complete
 
 MODEL = [*(flag for flag in TINY if not flag.startswith("vocab_size")), "sample_tokens=2"]
 COMMON = ["logical_shards=8", "held_out_fraction=0.2", "eval_batches=1", "num_steps=2"]
@@ -152,7 +152,7 @@ def test_the_first_rank_tells_all_whether_the_tokenizer_of_a_resumed_run_is_stil
 
     monkeypatch.setattr("pretraining.distributed.processes.on_rank_zero", ask_rank_zero)
     without = replace(config, data=replace(config.data, tokenizer_path=None, index_path="/local"))
-    resolved, _ = resolve_module.resolve(without, lambda: find_start(without.checkpoint))
+    resolved, _ = find_and_complete(without, lambda: find_start(without.checkpoint))
     assert resolved.data.tokenizer_path == str(data) and resolved.data.index_path == "/local"
 
 

@@ -22,7 +22,7 @@ from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError, PretrainError
 from pretraining.files import with_checksum
 from pretraining.launch.cpu_threads import CpuThreads
-from pretraining.train.plan import restore_cpu_threads
+from pretraining.train.build import restore_cpu_threads
 
 EACH = "checkpoint_interval=1"
 
