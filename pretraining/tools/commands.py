@@ -71,7 +71,7 @@ class PrepareConfig:
     input_path: tuple[str, ...] = setting(
         (),
         "files, folders and globs to read, comma list. A document is a JSON object (JSON lines, or an array), a row of "
-        "Parquet, Arrow, .csv and .tsv, or a whole file of text; gzip, zstd, bzip2, xz and lz4 are decompressed",
+        "Parquet and Arrow, or a whole file of text; gzip, zstd, bzip2, xz and lz4 are decompressed",
     )
     split: str | None = setting(
         None,
@@ -89,7 +89,7 @@ class PrepareConfig:
     text_field: str | None = setting(
         "text",
         "field or column with the text; a column of integer lists is taken as token ids, lists of messages (role and "
-        "content) as chats; none = each file of JSON or CSV is a document",
+        "content) as chats; none = each file of JSON, CSV or TSV is a document",
     )
     extensions: tuple[str, ...] = setting(
         ("txt", "text", "md", "jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "feather"),
