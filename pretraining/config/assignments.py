@@ -57,6 +57,10 @@ NOT_SUPPORTED = {
     r"(^|_)q?lora(_|$)": "LoRA is",
 }
 """Features that users look for and do not find, by patterns of their names."""
+REMOVED = {
+    "search": "plan searches for no layout: plan each that you consider, and measure the best ones",
+}
+"""Settings of earlier versions, and what to do instead."""
 _NONE_TEXTS = (None, "", "none", "None", "null")
 
 
@@ -177,6 +181,8 @@ class Reader(Generic[T]):
         section, name = assignment.section_and_name
         if missing := next((what for pattern, what in NOT_SUPPORTED.items() if re.search(pattern, name)), None):
             return f"{missing} not supported"
+        if name in REMOVED:
+            return REMOVED[name]
         known = [*self.settings, *self.aliases, *(RECIPE_NAMES if issubclass(self.root, TrainConfig) else ())]
         return (
             (section in sections_of(self.root) and did_you_mean(name, self.settings, "did you mean {}?"))

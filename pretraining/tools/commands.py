@@ -384,13 +384,10 @@ class PlanSettings:
     network: Annotated[float, Ge(0.001)] | None = setting(
         None, "Gbit/s per node, over all of its network adapters; none = what is common with this GPU"
     )
-    search: bool = setting(
-        False, "list the settings that fit, fastest first: strategies, groups, checkpointing, micro-batches"
-    )
     optimizer_state_bytes: Annotated[float, Ge(0), Le(1024)] | None = setting(
         None, "bytes per parameter that a user-defined optimizer keeps; none = measured"
     )
-    json: bool = setting(False, "print one JSON object instead of the table; with search, one per line")
+    json: bool = setting(False, "print one JSON object instead of the table")
 
 
 @dataclass(frozen=True)
