@@ -58,6 +58,9 @@ NOT_SUPPORTED = {
 }
 """Features that users look for and do not find, by patterns of their names."""
 REMOVED = {
+    "disk_mib": "the doctor's sizes are fixed: measure disks with fio",
+    "message_mib": "the doctor's sizes are fixed: measure links with nccl-tests",
+    "slow_factor": "the doctor names ranks that are 1.3 times slower than the others",
     "search": "plan searches for no layout: plan each that you consider, and measure the best ones",
 }
 """Settings of earlier versions, and what to do instead."""

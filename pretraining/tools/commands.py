@@ -458,20 +458,13 @@ class VerifyConfig:
 class DoctorSettings:
     """Measurements of the machines that the run would use. Start it like training; it takes seconds."""
 
-    disk_path: str | None = setting(".", "folder whose disk is measured; none = no disk")
-    disk_mib: PositiveInt = setting(256, "size of the file that is written there and read back, MiB")
-    message_mib: PositiveInt | None = setting(
-        None, "largest message between processes, MiB; none = 256 on GPUs, 16 on CPUs"
-    )
-    slow_factor: Annotated[float, Ge(1.05)] = setting(
-        1.3, "report a rank or link that is this many times slower than the median of the others"
-    )
-    json: bool = setting(False, "print one JSON object instead of the tables")
+    disk_path: str | None = setting(".", "folder whose disk is measured, such as that of the data; none = no disk")
+    json: bool = setting(False, "print one JSON object instead of the table")
 
 
 @dataclass(frozen=True)
 class DoctorConfig(TrainConfig):
-    """Settings of a run, and what to measure. ckpt_save_path adds the speed of saves, a model their size."""
+    """Settings of a run, and what to measure. ckpt_save_path is measured, too, if it is given."""
 
     data: DataConfig = DataConfig(use_dummy_dataset=True)
     doctor: DoctorSettings = DoctorSettings()
@@ -520,5 +513,5 @@ BESIDE_TRAINING = {
         takes_assignments=True,
     ),
     "verify": Command(VerifyConfig, "tools.verify:verify", "check checkpoints or token files completely"),
-    "doctor": Command(DoctorConfig, "tools.doctor:doctor", "measure devices, disk and links, and report slow ones"),
+    "doctor": Command(DoctorConfig, "tools.doctor:doctor", "measure devices, folders and the all-reduce of a job"),
 }
