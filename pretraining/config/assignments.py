@@ -57,6 +57,13 @@ NOT_SUPPORTED = {
     r"(^|_)q?lora(_|$)": "LoRA is",
 }
 """Features that users look for and do not find, by patterns of their names."""
+REMOVED = {
+    "disk_mib": "the doctor's sizes are fixed: measure disks with fio",
+    "message_mib": "the doctor's sizes are fixed: measure links with nccl-tests",
+    "slow_factor": "the doctor names ranks that are 1.3 times slower than the others",
+    "search": "plan searches for no layout: plan each that you consider, and measure the best ones",
+}
+"""Settings of earlier versions, and what to do instead."""
 _NONE_TEXTS = (None, "", "none", "None", "null")
 
 
@@ -177,6 +184,8 @@ class Reader(Generic[T]):
         section, name = assignment.section_and_name
         if missing := next((what for pattern, what in NOT_SUPPORTED.items() if re.search(pattern, name)), None):
             return f"{missing} not supported"
+        if name in REMOVED:
+            return REMOVED[name]
         known = [*self.settings, *self.aliases, *(RECIPE_NAMES if issubclass(self.root, TrainConfig) else ())]
         return (
             (section in sections_of(self.root) and did_you_mean(name, self.settings, "did you mean {}?"))

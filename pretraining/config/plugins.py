@@ -141,7 +141,6 @@ TRACKERS = {
     "tensorboard": Entry("pretraining.observability.tensorboard:TensorBoard"),
     "wandb": Entry("pretraining.observability.wandb_tracker:Wandb", _OF_SERVICES),
     "mlflow": Entry("pretraining.observability.mlflow_tracker:MLflow", _OF_SERVICES),
-    "jsonl": Entry("pretraining.observability.trackers:JsonLines"),
 }
 
 

@@ -610,8 +610,7 @@ class ReportConfig:
     )
     tracker: tuple[Annotated[str, OneOfOr(tuple(TRACKERS))], ...] = setting(
         ("tensorboard",),
-        "trackers besides logs/metrics.jsonl: tensorboard, wandb, mlflow, jsonl (in tracker_dir), or "
-        "package.module:Class (docs/extending.md)",
+        "trackers besides logs/metrics.jsonl: tensorboard, wandb, mlflow, or package.module:Class (docs/extending.md)",
     )
     tracker_dir: str | None = setting(None, "folder for the trackers' files; none = <ckpt_save_path>/logs")
     tracker_project_name: str | None = setting(

@@ -39,6 +39,9 @@ _ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]*:/", re.IGNORECASE)
 
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
 
+_REMOVED_CHOICES = {"jsonl": " (logs/metrics.jsonl in the run's folder is always written)"}
+"""Remedies for choices of earlier versions."""
+
 # Each limit with its words in help, its test, and its words in an error.
 _LIMITS = (
     (Ge, "at least", operator.ge, "the smallest value is"),
@@ -245,7 +248,7 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
             return "an address begins with s3://, gs://, abfss:// or file://"
         return "this setting takes no address: copy the files to a disk first (aws s3 sync), or give a mounted path"
     if setting.choices and value not in setting.choices and not (setting.pluggable and PLUGIN_PATH.fullmatch(value)):
-        hint = did_you_mean(value, setting.choices, " (did you mean {}?)")
+        hint = _REMOVED_CHOICES.get(value) or did_you_mean(value, setting.choices, " (did you mean {}?)")
         user_defined = ", or a user-defined package.module:Name" if setting.pluggable else ""
         return f"not known{hint}, use one of {', '.join(setting.choices)}{user_defined}"
     if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:

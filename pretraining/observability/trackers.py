@@ -59,8 +59,6 @@ class TrackedRun:
         name: `--tracker_run_name`, or the name of the run's folder.
         folder: folder for the tracker's files.
         restored_step: step from which the run resumes; 0 for a new run.
-        repeats_evaluation: whether the run resumes before the evaluation of this step.
-        repeats_tasks: whether it resumes before the evaluation of this step on tasks, which comes last.
         run_id: `--tracker_run_id`, or the tracker's `run_id` at the last start; None for a new run.
         given: `name` and `project` if a flag gives them, else the tracker's `places` at the last start. A service's own
             environment and settings come before the defaults of this class.
@@ -72,8 +70,6 @@ class TrackedRun:
     restored_step: int
     run_id: str | None = None
     project: str = DEFAULT_PROJECT
-    repeats_evaluation: bool = False
-    repeats_tasks: bool = False
     given: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -93,18 +89,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write buffered values."""
-
-
-class JsonLines(LineFile):
-    """The file metrics.jsonl. Opening it drops the lines that the run will report again."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        path = run.folder / METRICS_FILE
-        if exists(path):
-            kept = 0 if run.repeats_evaluation else 1 if run.repeats_tasks else 2
-            _drop_lines_after(path, (run.restored_step, kept))
-        super().__init__(path)
 
 
 class QueuedSink(Sink):
@@ -233,16 +217,12 @@ def open_trackers(
         name=report.tracker_run_name or run.name or run.resolve().name,
         folder=folder,
         restored_step=restored_step,
-        repeats_evaluation=PENDING_EVALUATION in pending,
-        repeats_tasks=PENDING_TASKS in pending,
     )
     trackers = Trackers(ids={name: run_id for name, run_id in run_ids.items() if isinstance(run_id, str)})
     try:
         if logs is not None:
-            trackers.sinks[METRICS_FILE] = JsonLines(replace(tracked, folder=logs)).sink()
+            trackers.sinks[METRICS_FILE] = open_metrics(logs / METRICS_FILE, restored_step, pending)
         for name in report.tracker:
-            if name == "jsonl" and logs is not None and folder.resolve() == logs.resolve():
-                continue  # metrics.jsonl is open already
             trackers.sinks[name] = _start_tracker(name, _continued(tracked, name, trackers.ids))
     except BaseException as error:
         trackers.close()
@@ -302,13 +282,18 @@ def plain_settings(config: TrainConfig) -> dict[str, float | str]:
     }
 
 
-def _drop_lines_after(path: Path, last: tuple[int, int]) -> None:
-    """Drop reports after a step and a number in it, and damaged lines; log the number of damaged lines.
+def open_metrics(path: Path, restored_step: int, pending: Collection[str] = ()) -> Sink:
+    """Open metrics.jsonl, without damaged lines and the lines that the run will report again.
 
-    Within a step, 0 is the report, 1 the evaluation on sets, 2 that on tasks.
+    Args:
+        pending: keys of the evaluations of the restored step that the run repeats; tasks come last.
     """
-    notes: list[str] = []
-    kept = [each for each in read_lines(path, notes) if (each["step"], number_in_step(each)) <= last]
-    write_atomic(path, "".join(json.dumps(report) + "\n" for report in kept))
-    for note in notes:
-        log.warning("%s", note)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if exists(path):
+        notes: list[str] = []
+        last = (restored_step, 0 if PENDING_EVALUATION in pending else 1 if PENDING_TASKS in pending else 2)
+        kept = [report for report in read_lines(path, notes) if (report["step"], number_in_step(report)) <= last]
+        write_atomic(path, "".join(json.dumps(report) + "\n" for report in kept))
+        for note in notes:
+            log.warning("%s", note)
+    return LineFile(path).sink()

@@ -71,7 +71,7 @@ class PrepareConfig:
     input_path: tuple[str, ...] = setting(
         (),
         "files, folders and globs to read, comma list. A document is a JSON object (JSON lines, or an array), a row of "
-        "Parquet, Arrow, .csv and .tsv, or a whole file of text; gzip, zstd, bzip2, xz and lz4 are decompressed",
+        "Parquet and Arrow, or a whole file of text; gzip, zstd, bzip2, xz and lz4 are decompressed",
     )
     split: str | None = setting(
         None,
@@ -89,7 +89,7 @@ class PrepareConfig:
     text_field: str | None = setting(
         "text",
         "field or column with the text; a column of integer lists is taken as token ids, lists of messages (role and "
-        "content) as chats; none = each file of JSON or CSV is a document",
+        "content) as chats; none = each file of JSON, CSV or TSV is a document",
     )
     extensions: tuple[str, ...] = setting(
         ("txt", "text", "md", "jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "feather"),
@@ -384,13 +384,10 @@ class PlanSettings:
     network: Annotated[float, Ge(0.001)] | None = setting(
         None, "Gbit/s per node, over all of its network adapters; none = what is common with this GPU"
     )
-    search: bool = setting(
-        False, "list the settings that fit, fastest first: strategies, groups, checkpointing, micro-batches"
-    )
     optimizer_state_bytes: Annotated[float, Ge(0), Le(1024)] | None = setting(
         None, "bytes per parameter that a user-defined optimizer keeps; none = measured"
     )
-    json: bool = setting(False, "print one JSON object instead of the table; with search, one per line")
+    json: bool = setting(False, "print one JSON object instead of the table")
 
 
 @dataclass(frozen=True)
@@ -461,20 +458,13 @@ class VerifyConfig:
 class DoctorSettings:
     """Measurements of the machines that the run would use. Start it like training; it takes seconds."""
 
-    disk_path: str | None = setting(".", "folder whose disk is measured; none = no disk")
-    disk_mib: PositiveInt = setting(256, "size of the file that is written there and read back, MiB")
-    message_mib: PositiveInt | None = setting(
-        None, "largest message between processes, MiB; none = 256 on GPUs, 16 on CPUs"
-    )
-    slow_factor: Annotated[float, Ge(1.05)] = setting(
-        1.3, "report a rank or link that is this many times slower than the median of the others"
-    )
-    json: bool = setting(False, "print one JSON object instead of the tables")
+    disk_path: str | None = setting(".", "folder whose disk is measured, such as that of the data; none = no disk")
+    json: bool = setting(False, "print one JSON object instead of the table")
 
 
 @dataclass(frozen=True)
 class DoctorConfig(TrainConfig):
-    """Settings of a run, and what to measure. ckpt_save_path adds the speed of saves, a model their size."""
+    """Settings of a run, and what to measure. ckpt_save_path is measured, too, if it is given."""
 
     data: DataConfig = DataConfig(use_dummy_dataset=True)
     doctor: DoctorSettings = DoctorSettings()
@@ -523,5 +513,5 @@ BESIDE_TRAINING = {
         takes_assignments=True,
     ),
     "verify": Command(VerifyConfig, "tools.verify:verify", "check checkpoints or token files completely"),
-    "doctor": Command(DoctorConfig, "tools.doctor:doctor", "measure devices, disk and links, and report slow ones"),
+    "doctor": Command(DoctorConfig, "tools.doctor:doctor", "measure devices, folders and the all-reduce of a job"),
 }

@@ -12,6 +12,6 @@ from pretraining.tools import doctor
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    doctor.MATMUL_SIZE["cpu"], doctor.COPY_BYTES["cpu"] = 128, 2**20
-    doctor.BUDGET_SECONDS = 0.05
+    doctor.MATMUL_SIZE["cpu"], doctor.MESSAGE_BYTES["cpu"] = 128, 2**20
+    doctor.FILE_MIB = 1
     run_as_program(lambda: main(["doctor", *sys.argv[1:]]))

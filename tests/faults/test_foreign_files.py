@@ -112,8 +112,7 @@ def quick_doctor() -> Iterator[None]:
     """The doctor measures a moment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(doctor.MATMUL_SIZE, "cpu", 32)
-        patch.setitem(doctor.COPY_BYTES, "cpu", 2**20)
-        patch.setattr(doctor, "BUDGET_SECONDS", 0.001)
+        patch.setattr(doctor, "FILE_MIB", 1)
         yield
 
 

@@ -28,9 +28,7 @@ def test_a_profile_counts_kernels_and_writes_a_snapshot_of_memory(
         "steps_4-5_rank0.memory.pickle",
     }
     out = capsys.readouterr().out
-    compute = next(line for line in out.splitlines() if line.startswith("  compute "))
-    assert 0 < float(compute.split()[1].rstrip("%")) <= 100
-    assert "aten::mm" not in out  # kernels have other names
+    assert "profile of steps 4-5: " in out and "Self CUDA time total: " in out
 
 
 def test_out_of_memory_names_the_parts_and_writes_a_snapshot(

@@ -3,7 +3,7 @@
     record --reader--> Document of messages --ChatRenderer--> Document of text, or with a fault
 
 The ids are those of `apply_chat_template` in transformers: the names of special tokens in the rendered text, contents
-of messages included, are encoded as their ids. A template may be a stranger's, so another process with limits runs it.
+of messages included, are encoded as their ids. A template is a program: jinja's sandbox keeps it from all but its text.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import groupby
-from pathlib import Path
-from typing import Self
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
@@ -29,9 +30,7 @@ from pretraining.tools.prepare.units import Input
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that a template sees."""
-MOST_SECONDS = 5.0
-"""Processor time for a chat; most need less than a millisecond."""
-_REMEDY = "Use a tokenizer with another template"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def with_template(found: Input, tokenizer: Tokenizer | None) -> Input:
@@ -61,66 +60,90 @@ def _names(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 class ChatRenderer:
-    """A process that applies the chat template of a tokenizer; as a context manager, it ends with the block.
+    """The chat template of a tokenizer, which makes texts of chats in jinja's sandbox, as transformers does.
 
     Args:
         now: time that the template may write, in ISO's form.
+
+    Raises:
+        DataError: the template cannot be read.
     """
 
     def __init__(self, tokenizer: Tokenizer, now: str) -> None:
-        self._start = json.dumps(
-            {"template": tokenizer.chat_template, "names": _names(tokenizer), "now": now, "seconds": MOST_SECONDS}
-        )
+        self._names = _names(tokenizer)
         self._marks = Marks(tokenizer)
-
-    def __enter__(self) -> Self:
-        script = Path(__file__).with_name("render_chats.py")
-        # -P: modules beside the script hide none of the standard library.
-        command = [sys.executable, "-P", str(script)]
-        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere)
-        answer = self._ask(self._start)
-        if "problem" in answer:
-            raise DataError(f"the chat template of the tokenizer {answer['problem']}. {_REMEDY}")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        try:
+            self._template = _compile(tokenizer.chat_template or "", now)
+        except Exception as error:  # jinja raises several types, and Python's own for deep nesting
+            problem = f"the chat template of the tokenizer cannot be read ({type(error).__name__}: {error})"
+            raise DataError(f"{problem[:400]}. Use a tokenizer with another template") from error
 
     def render(self, document: Document) -> Document:
-        """Return a chat as text, or with the fault that its template finds; empty documents as they are.
-
-        Raises:
-            DataError: the template needs too much time or memory, or makes too much text.
-        """
+        """Return a chat as text, or with the fault that its template finds; empty documents as they are."""
         if isinstance(document.content, str) and document.content:
             return document._replace(content="", fault="it holds text, but the first record holds a chat")
         if not isinstance(document.content, list):
             return document
         try:
-            line = json.dumps(document.content, ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")
-        except RecursionError as error:
-            return document._replace(content="", fault=str(error))
-        answer = self._ask(line)
-        if "problem" in answer:
-            raise document.error(f"for this chat, the chat template {answer['problem']}. {_REMEDY}")
-        text, fault = answer.get("text", ""), answer.get("fault", "")
-        fault = f"the chat template refuses it ({fault})" if fault else unicode_fault(text)
-        return document._replace(content="" if fault else text, fault=fault, is_marked=bool(self._marks.find([line])))
+            line = json.dumps(document.content, ensure_ascii=False, default=str)
+            text = self._text_of(document.content)
+        except Exception as error:  # a template is a program: it raises any error for data that it does not expect
+            fault = f"the chat template refuses it ({f'{type(error).__name__}: {error}'[:300]})"
+            return document._replace(content="", fault=fault)
+        fault, is_marked = unicode_fault(text), bool(self._marks.find([line]))
+        return document._replace(content="" if fault else text, fault=fault, is_marked=is_marked)
 
-    def _ask(self, line: str) -> dict[str, str]:
-        """Return the answer to a line; a process that ended is a problem of the template."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(line.encode("utf-8", "surrogatepass") + b"\n")
-            self._process.stdin.flush()
-        if answer := self._process.stdout.readline():
-            found: dict[str, str] = json.loads(answer)
-            return found
-        if (code := self._process.wait()) == -signal.SIGPROF:
-            return {"problem": f"takes more than {MOST_SECONDS:.0f} s"}
-        return {"problem": f"ended its process with code {code}"}
+    def _text_of(self, messages: list[Any]) -> str:
+        chat = []
+        for message in messages:
+            if not isinstance(message, dict):
+                raise TypeError("a message is no object with role and content")
+            present = {key: value for key, value in message.items() if value is not None}
+            reasoning = next((present[key] for key in _REASONING if key in present), None)
+            if reasoning is not None:  # templates read it under different names
+                present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
+            chat.append(present)
+        return self._template.render(
+            **self._names, messages=chat, tools=None, documents=None, add_generation_prompt=False
+        )
+
+
+class _Generation(Extension):
+    """The marks {% generation %} and {% endgeneration %}, between which a template writes the assistant's text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+    def _text(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _compile(template: str, now: str) -> jinja2.Template:
+    """Return a template with the functions that transformers gives."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _fail,
+        "strftime_now": lambda form: datetime.fromisoformat(now).strftime(form),
+        "dict": lambda *given, **named: dict(*given, **named),  # the class would show its attributes
+    }
+    return environment.from_string(template)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _fail(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
 
 
 class Marks:

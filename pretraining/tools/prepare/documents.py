@@ -1,4 +1,4 @@
-"""Readers of documents in text files: whole files, JSON lines, JSON arrays and CSV, which may be compressed.
+"""Readers of documents in text files: whole files, JSON lines and JSON arrays, which may be compressed.
 
 Readers yield a record that cannot be read as a document with a `fault`; `read_part` stops there or counts it.
 """
@@ -6,11 +6,10 @@ Readers yield a record that cannot be read as a document with a `fault`; `read_p
 from __future__ import annotations
 
 import codecs
-import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, count, pairwise
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pretraining.errors import DataError
-from pretraining.text import count_of
 from pretraining.tools.prepare.packed_files import InputFile, open_unpacked
 
 PIECE_CHARACTERS = 1 << 19
@@ -26,8 +24,6 @@ PIECE_CHARACTERS = 1 << 19
 LARGEST_VALUE_CHARACTERS = 1 << 28
 """Limit of a value of a JSON array, so that a missing quote does not read a large file into memory."""
 _JSON_BLOCK = 1 << 16
-_CSV_DELIMITERS = (",", "\t", ";", "|")
-_LARGEST_CSV_FIELD = 2**31 - 1
 
 # A cut here changes no token. Byte-level BPE first splits text into words. In the usual rules (GPT-2, cl100k, Llama 3),
 # no word continues from a letter or digit into white space, and no rule looks back.
@@ -160,38 +156,6 @@ def read_json_values(file: InputFile, text_field: str) -> Iterator[Document]:
             yield Document(text, bytes_read(), path, number, fault=fault)
 
 
-def read_csv(file: InputFile, text_field: str) -> Iterator[Document]:
-    """Yield a document per row of a table with a header, separated by commas, tabs, semicolons or bars.
-
-    Rows have the number of the line on which they end, from 1.
-
-    Raises:
-        DataError: the file cannot be read or unpacked, has no such column, or is not UTF-8 or CSV.
-    """
-    path, row = str(file.path), 1
-    csv.field_size_limit(_LARGEST_CSV_FIELD)
-    with open_unpacked(file) as (stream, bytes_read):
-        lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-        try:
-            first = lines.readline()
-            headers = {each: next(csv.reader([first], delimiter=each), []) for each in _CSV_DELIMITERS}
-            delimiter, names = max(headers.items(), key=lambda header: (text_field in header[1], len(header[1])))
-            if names.count(text_field) != 1:
-                raise DataError(no_field("column", text_field, names), path=path, row=row)
-            column = names.index(text_field)
-            rows = csv.reader(lines, delimiter=delimiter, strict=True)
-            for fields in filter(None, rows):
-                row, text, fault = rows.line_num + 1, "", ""
-                if len(fields) == len(names):
-                    text = fields[column]
-                else:
-                    fault = f"it has {count_of(len(fields), 'field')}, but the header has {len(names)}"
-                yield Document(text, bytes_read(), path, row, fault=fault)
-        except (csv.Error, UnicodeDecodeError) as error:
-            problem = f"after this row, it is not CSV in UTF-8 ({error}). Write it again, for example as JSON lines"
-            raise DataError(problem, path=path, row=row) from error
-
-
 def end_of_piece(text: str, begin: int, longest: int) -> int:
     """Return the end of a piece that starts at `begin`: between words if possible, at most `longest` characters."""
     end = begin + longest
@@ -200,12 +164,6 @@ def end_of_piece(text: str, begin: int, longest: int) -> int:
         if cuts:
             return cuts[-1]
     return end
-
-
-def no_field(kind: str, text_field: str, names: Sequence[str]) -> str:
-    """Return the problem of records that have no field of text, or several of that name."""
-    found = f"several {kind}s" if text_field in names else f"no {kind}"
-    return f"{found} {text_field!r}. The {kind}s are: {', '.join(map(repr, names))[:400]}; set --text_field"
 
 
 def _not_utf8(error: UnicodeDecodeError, offset: int, file: InputFile) -> str:
@@ -230,7 +188,8 @@ def text_of(record: Any, text_field: str) -> str | list[Any]:
     if text is None:
         return ""
     if text is record:
-        raise ValueError(no_field("field", text_field, list(record)))
+        names = ", ".join(map(repr, record))[:400]
+        raise ValueError(f"no field {text_field!r}. The fields are: {names}; set --text_field")
     if is_chat(text):
         return list(text)
     raise ValueError(f"field {text_field!r} holds {_describe(text)}, not text. {_remedy(text, text_field)}")

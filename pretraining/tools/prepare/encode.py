@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from contextlib import closing
 from importlib.metadata import version
 from itertools import chain
 from multiprocessing.connection import Connection
@@ -247,14 +247,11 @@ def _read_pieces(
     unit: Unit, encoding: Encoding, work: WorkFolder, record: UnitRecord
 ) -> Generator[Document, None, None]:
     """Yield the pieces of a unit's documents, with chats rendered, and with names of special tokens whole."""
-    with ExitStack() as stack:
-        render = None
-        if encoding.chat_template:
-            render = stack.enter_context(ChatRenderer(load_tokenizer(work.path), encoding.now)).render
-        documents = chain.from_iterable(_read_recorded(part, encoding, record, render) for part in unit.parts)
-        pieces = chain.from_iterable(map(cut, documents))
-        are_ids = encoding.special_tokens == "ids"
-        yield from Marks(load_tokenizer(work.path)).keep_whole(pieces) if are_ids else pieces
+    render = ChatRenderer(load_tokenizer(work.path), encoding.now).render if encoding.chat_template else None
+    documents = chain.from_iterable(_read_recorded(part, encoding, record, render) for part in unit.parts)
+    pieces = chain.from_iterable(map(cut, documents))
+    are_ids = encoding.special_tokens == "ids"
+    yield from Marks(load_tokenizer(work.path)).keep_whole(pieces) if are_ids else pieces
 
 
 def _read_recorded(part: Part, encoding: Encoding, record: UnitRecord, render: Render | None) -> Iterator[Document]:

@@ -22,7 +22,6 @@ from pretraining.tools.commands import COMPRESSED_ENDINGS
 from pretraining.tools.prepare.documents import (
     Document,
     ranges_of_lines,
-    read_csv,
     read_json_values,
     read_lines,
     read_text,
@@ -68,6 +67,13 @@ class Format:
 
 def _recode(encoding: str) -> str:
     return f"iconv -f {encoding} -t UTF-8 {{file}} > {{folder}}.utf8.txt"
+
+
+def _to_parquet(options: str) -> str:
+    """Return the remedy for a table in text; without these options, pandas guesses types and drops texts like NA."""
+    read = f"pandas.read_csv(sys.argv[1], {options}dtype=str, keep_default_na=False)"
+    program = f"import sys, pandas; {read}.to_parquet(sys.argv[2])"
+    return f'Make Parquet of it: python -c "{program}" {{file}} {{folder}}.parquet'
 
 
 def _are_json_lines(head: bytes) -> bool:
@@ -170,8 +176,9 @@ FORMATS = (
         _starts(b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff"),
         remedy=f"Convert it: {_recode('UTF-16')}",
     ),
-    # read: the name tells
-    Format("CSV", endings=(".csv", ".tsv"), read=read_csv, has_fields=True, is_text=True),
+    # the name tells
+    Format("CSV", endings=(".csv",), is_text=True, remedy=_to_parquet("")),
+    Format("TSV", endings=(".tsv",), is_text=True, remedy=_to_parquet("sep='\\t', quoting=3, ")),
     Format(JSON, endings=(".json",), read=read_json_values, has_fields=True, is_text=True),
     Format(TEXT, endings=("",), read=lambda file, field: read_text(file), is_text=True),
 )
@@ -192,7 +199,7 @@ def recognise(path: Path, name: str, size: int, *, as_text: bool = False) -> Inp
     """Find the format and the compression of a file by its first bytes, else by its name.
 
     Args:
-        as_text: take JSON and CSV as text: a file is one document.
+        as_text: take JSON, CSV and TSV as text: a file is one document.
 
     Raises:
         DataError: the file cannot be read, is damaged, or has a format that is not read.

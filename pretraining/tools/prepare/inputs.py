@@ -64,7 +64,7 @@ class Selection:
     Attributes:
         extensions: endings of files to take from folders, without the first dot; those of compressions may follow.
         split: None = training files, and those that name no split.
-        as_text: take each file of JSON and CSV as one document.
+        as_text: take each file of JSON, CSV and TSV as one document.
     """
 
     extensions: tuple[str, ...] = ()

@@ -62,7 +62,7 @@ SAMPLING = ("sample_at_evaluations=true", "held_out_fraction=0.1")
         (["float8=rowwise", "mixed_precision=false"], "float8"),
         (["float8=rowwise", "mp_dtype=float16"], "float8"),
         (["tracker=wandb,my.OWN:Tracker", "tracker_run_id=a"], "tracker_run_id"),
-        (["tracker=tensorboard,jsonl", "tracker_run_name=a"], "tracker_run_name"),
+        (["tracker=tensorboard", "tracker_run_name=a"], "tracker_run_name"),
         (["tracker=wandb,wandb"], "tracker"),
         (["ckpt_save_path=none", "keep_last=3", "tracker=none"], "keep_last"),
         (["ckpt_save_path=none", "use_profiler=true", "tracker=none"], "use_profiler"),

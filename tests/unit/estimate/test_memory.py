@@ -19,7 +19,7 @@ from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.memory import Rank, estimate_memory, kept_bytes_per_token
 from pretraining.model.llama import Llama
 from pretraining.tools.commands import PlanConfig
-from pretraining.tools.planner import cluster_of, make_plan
+from pretraining.tools.planner import cluster_of, estimate_run
 
 SHAPE = LlamaShape(256, 704, 2, 4, 2, 64, 1000, 2048, 1e4, 1e-5, False, None)
 SIMULATED = [json.loads(line) for line in (ROOT / "tests/golden/simulated_memory.jsonl").read_text().splitlines()]
@@ -75,7 +75,7 @@ def test_a_block_of_shared_rows_stores_keys_and_values_of_whole_rows(ranks: int)
 def test_the_state_is_exact_and_the_peak_close_to_a_simulated_step(simulated: dict[str, Any]) -> None:
     config = resolve_config(PlanConfig, read_sources(read_words(PlanConfig, simulated["flags"].split()))).config
     shape = resolve_shape(config.model)
-    memory = make_plan(config, shape, cluster_of(config)).memory
+    memory = estimate_run(config, shape, cluster_of(config)).memory
     for part in ("parameters", "gradients", "optimizer_state"):
         assert getattr(memory, part) == simulated[part]
     if config.plan.gpus == 1:

@@ -16,6 +16,7 @@ from helpers import PATIENCE_SECONDS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from pretraining.config.command_line import load_train_config
 from pretraining.config.plugins import load_plugin
 from pretraining.config.training import CheckpointConfig, ReportConfig, TrainConfig
 from pretraining.errors import ConfigError
@@ -23,7 +24,15 @@ from pretraining.observability import report_file
 from pretraining.observability import trackers as trackers_module
 from pretraining.observability.report_file import Sink
 from pretraining.observability.tensorboard import TensorBoard
-from pretraining.observability.trackers import METRICS_FILE, JsonLines, QueuedSink, TrackedRun, Trackers, open_trackers
+from pretraining.observability.trackers import (
+    METRICS_FILE,
+    QueuedSink,
+    TrackedRun,
+    Trackers,
+    open_metrics,
+    open_trackers,
+)
+from pretraining.progress import PENDING_EVALUATION
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -31,7 +40,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def metrics_in(folder: Path, restored_step: int) -> Sink:
-    return JsonLines(TrackedRun(TrainConfig(), "run", folder, restored_step)).sink()
+    return open_metrics(folder / METRICS_FILE, restored_step)
 
 
 def test_a_resumed_run_drops_the_lines_that_it_repeats_and_a_new_one_all(
@@ -62,7 +71,7 @@ def test_a_repeated_evaluation_drops_its_earlier_line(is_pending: bool, kept: li
         first.log(step, {"loss": 1.0})
         first.log(step, {"evaluation_loss": 2.0})
     first.close()
-    JsonLines(TrackedRun(TrainConfig(), "run", tmp_path, 20, repeats_evaluation=is_pending)).close()
+    open_metrics(tmp_path / METRICS_FILE, 20, [PENDING_EVALUATION] if is_pending else []).close()
     assert [line["step"] for line in lines_of(tmp_path)] == kept
 
 
@@ -104,14 +113,9 @@ def test_a_user_defined_tracker_gets_settings_name_and_the_id_of_the_checkpoint(
         trackers.close()
 
 
-def test_jsonl_is_metrics_jsonl_in_the_trackers_folder(tmp_path: Path) -> None:
-    trackers = open_trackers(config_of(tmp_path / "run", "jsonl", tracker_dir=tmp_path / "other"), 0, {})
-    trackers.log(1, {"loss": 2.0})
-    trackers.close()
-    assert lines_of(tmp_path / "other") == lines_of(tmp_path / "run" / "logs") != []
-    alone = open_trackers(config_of(tmp_path / "run", "jsonl"), 0, {})
-    assert list(alone.sinks) == [METRICS_FILE]
-    alone.close()
+def test_the_tracker_of_an_earlier_version_is_refused_with_the_file_that_holds_the_same() -> None:
+    with pytest.raises(ConfigError, match=r"tracker=jsonl: not known \(logs/metrics.jsonl in the run's folder"):
+        load_train_config(["tracker=jsonl", "use_dummy_dataset=true"])
 
 
 @pytest.mark.parametrize("name", ["no.such:Thing", "wandb", "mlflow"])
@@ -156,7 +160,7 @@ def test_reports_that_find_no_room_wait_up_to_a_number_and_are_written_once_ther
     run = TrackedRun(config_of(tmp_path), "run", tmp_path / "logs", 0)
     curves = TensorBoard(run)
     tensorboard = Sink("tensorboard", lambda *report: curves.log(*report[:2]), curves.close)
-    trackers = Trackers({METRICS_FILE: JsonLines(run).sink(), "tensorboard": tensorboard})
+    trackers = Trackers({METRICS_FILE: metrics_in(run.folder, 0), "tensorboard": tensorboard})
     metrics = tmp_path / "logs" / METRICS_FILE
     trackers.log(1, {"loss": 1.0})
     with no_file_longer_than(metrics.stat().st_size + 10):

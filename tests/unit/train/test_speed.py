@@ -40,8 +40,8 @@ def test_made_up_data_is_measured_each_time_and_nothing_is_written(
 def test_an_explicit_folder_wins_and_trackers_may_have_one_of_their_own(folder: Path) -> None:
     main(["train", *WITHOUT_TRACKER, *DUMMY, "ckpt_save_path=run"])
     assert (folder / "run" / "checkpoints" / "step_8_ckp").is_dir()
-    main(["train", *WITHOUT_TRACKER, *DUMMY, "tracker=jsonl", "tracker_dir=curves"])
-    assert len((folder / "curves" / "metrics.jsonl").read_text().splitlines()) == 8
+    main(["train", *WITHOUT_TRACKER, *DUMMY, "tracker=tensorboard", "tracker_dir=curves"])
+    assert len(list((folder / "curves").glob("events.*"))) == 1
     assert {path.name for path in folder.iterdir()} == {"run", "curves"}
 
 

@@ -38,7 +38,6 @@ TEXTS = [f"document {number:03} of an input that changes" for number in range(60
 
 WRITERS: dict[str, Callable[[Path, list[str]], object]] = {
     "a.jsonl": lambda path, texts: path.write_bytes(json_lines(texts)),
-    "a.csv": lambda path, texts: path.write_text("text\n" + "\n".join(texts)),
     "a.parquet": lambda path, texts: write_table(path, {"text": texts}, 10),
     "a.arrow": lambda path, texts: write_table(path, {"text": texts}, 10),
 }

@@ -256,8 +256,6 @@ def write_records(path: Path, seed: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"text": texts}), path)
-    elif ".csv" in path.name:
-        path.write_bytes(packed(path.name, "\n".join(["text", *texts]).encode()))
     else:
         path.write_bytes(packed(path.name, json_lines(texts)))
 
@@ -267,7 +265,7 @@ def write_records(path: Path, seed: int = 0) -> None:
     [
         ("a.jsonl", "a.jsonl.gz"),
         ("train.jsonl", "train.parquet"),
-        ("train-0.csv.xz", "train-0.ndjson"),
+        ("train-0.json.xz", "train-0.ndjson"),
         ("web.parquet", "web.txt"),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_flag_of_the_other_system_sets_its_key(file: str, argument: str, setti
         ("steps.py", {"model_variant": "tiny"}, {"hidden_size": "None", "vocab_size": "None"}),
         ("steps.py", {"grad_accum_steps": "2"}, {"global_batch_size": "None", "batch_size": "12"}),
         ("stub.yaml", {"use_dummy_dataset": "no"}, {"eval_datasets": "('path/to/eval',)"}),
-        ("tokens.py", {"tracker": "wandb,jsonl"}, {"tracker_project_name": "large"}),
+        ("tokens.py", {"tracker": "wandb,tensorboard"}, {"tracker_project_name": "large"}),
         ("tokens.py", {"data_path": "mine"}, {"datasets": "()", "sep_token": "None", "file_type": "auto"}),
         ("guide.json", {"data_path": "mine", "num_steps": "2000"}, {"datasets": "()", "held_out_fraction": "0.01"}),
     ],
