@@ -32,7 +32,6 @@ EVERY_SWITCH = [
 
 # The settings of the golden loss curve: a global batch that most numbers of processes do not divide, and two datasets.
 GOLDEN_RUN = [
-    "order_version=1",
     "num_steps=30",
     "global_batch_size=10",
     "batch_size=2",

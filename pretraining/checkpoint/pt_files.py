@@ -106,7 +106,7 @@ def write_full(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Mani
         MODEL_FILE: weights,
         OPTIMIZER_FILE: {"state": _optimizer_state(tensors), "param_groups": groups},
         SCHEDULE_FILE: _schedule_state(manifest, config, [group["lr"] for group in groups]),
-        ITERATION_FILE: _iteration_state(manifest, config),
+        ITERATION_FILE: _iteration_state(manifest),
     }
     return {name: write_file(folder / name, content) for name, content in contents.items()}
 
@@ -152,11 +152,11 @@ def _schedule_state(manifest: Manifest, config: TrainConfig, peaks: list[float])
     return state
 
 
-def _iteration_state(manifest: Manifest, config: TrainConfig) -> dict[str, Any]:
+def _iteration_state(manifest: Manifest) -> dict[str, Any]:
     phases = manifest.data.get("phases", [{"first_sample": 0}])
     content = manifest.document()
     return {
-        "epoch": _whole_passes(manifest.data, config.data.seq_length),
+        "epoch": _whole_passes(manifest.data),
         "segment": len(phases) - 1,
         "segment_start": phases[-1]["first_sample"],
         "segment_end": manifest.data.get("next_sample", 0),
@@ -165,11 +165,12 @@ def _iteration_state(manifest: Manifest, config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _whole_passes(data: Mapping[str, Any], seq_length: int) -> int:
+def _whole_passes(data: Mapping[str, Any]) -> int:
     """Return whole passes over the dataset with the fewest passes, of the current mixture; 0 without datasets."""
     weights = data["phases"][-1]["weights"] if data else {}
     tokens = {name: data["datasets"][name].get("tokens", 0) for name, weight in weights.items() if weight > 0}
-    passes = [data["counts"][name] * seq_length // tokens[name] for name in tokens if tokens[name] > 0]
+    seen = {name: sum(length * samples for length, samples in data["counts"][name]) for name in tokens}
+    passes = [seen[name] // tokens[name] for name in tokens if tokens[name] > 0]
     return min(passes, default=0)
 
 

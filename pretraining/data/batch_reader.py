@@ -101,14 +101,9 @@ class BatchReader:
         dtype = torch.uint16 if self._vocab_size <= 1 << 16 else torch.int32
         return {"dtype": dtype, "pin_memory": torch.cuda.is_initialized()}
 
-    def with_order(self, mixture: Mixture, version: int) -> BatchReader:
-        """Return a copy of the reader with another mixture and order; threads that use this reader keep the old ones.
-
-        Args:
-            version: of the order of samples within datasets.
-        """
+    def with_mixture(self, mixture: Mixture) -> BatchReader:
+        """Return a copy of the reader with another mixture; threads that use this reader keep the old one."""
         other = copy.copy(self)
-        other.sources = tuple(source.in_order(version) for source in self.sources)
         other._set_mixture(mixture)
         return other
 

@@ -20,7 +20,7 @@ from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
 from pretraining.data.resume import describe_order
 from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples, SplitName, dummy_samples, stored_samples
-from pretraining.data.sampling.mixture import FirstSamples, Mixture, Phase, Skipped, integer_weights
+from pretraining.data.sampling.mixture import FirstSamples, Mixture, Phase, integer_weights
 from pretraining.data.sampling.token_stream import shard_count
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
@@ -138,10 +138,9 @@ def build_loader(
         DataError: a dataset has too few tokens for one sample.
     """
     sources, weights = _open_sources(opened, config, seed, split, vocab_size)
-    phase = Phase.first(plan.global_batch_size, weights)
+    phase = Phase.first(plan.global_batch_size, config.seq_length, weights)
     order = describe_order(sources, phase, config, seed, split)
-    mixture = Mixture([phase], Skipped(order["skipped"]))
-    reader = BatchReader(sources, mixture, plan, rank, config, vocab_size, group)
+    reader = BatchReader(sources, Mixture([phase]), plan, rank, config, vocab_size, group)
     changes = {source.name: source.changes for source in sources}
     return Loader(reader, order, num_workers=config.num_workers, changes=changes)
 
@@ -155,7 +154,6 @@ def build_evaluation_loader(
     vocab_size: int,
     split: SplitName,
     sequences: int,
-    order_version: int,
     group: ContextGroup | None = None,
 ) -> tuple[Loader, dict[str, int], dict[str, int]]:
     """Make the loader of one rank that reads the first sequences of each dataset, each once, and stops.
@@ -166,7 +164,6 @@ def build_evaluation_loader(
     Args:
         opened, config, plan, rank, seed, vocab_size, split, group: as in `build_loader`.
         sequences: of all datasets together.
-        order_version: of the run.
 
     Returns:
         The loader, the sequences of each dataset, and the weights of the datasets in training.
@@ -176,10 +173,9 @@ def build_evaluation_loader(
         (number + 1) * sequences // len(sources) - number * sequences // len(sources) for number in range(len(sources))
     )
     counts = {source.name: min(share, source.pass_samples) for source, share in zip(sources, shares, strict=True)}
-    mixture = FirstSamples(counts, plan.global_batch_size)
+    mixture = FirstSamples(counts, plan.global_batch_size, config.seq_length)
     reader = BatchReader(sources, mixture, plan, rank, config, vocab_size, group)
-    order = {"order_version": order_version}
-    loader = Loader(reader, order, num_workers=config.num_workers, limit_steps=mixture.steps)
+    loader = Loader(reader, None, num_workers=config.num_workers, limit_steps=mixture.steps)
     return loader, counts, weights
 
 

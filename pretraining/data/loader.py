@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.fetch_ahead import FetchAhead
-from pretraining.data.resume import Resumption, order_version, resume, state_at
+from pretraining.data.resume import RunOrder, resume
 from pretraining.data.sampling.mixture import Range
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class Loader:
     """An iterator over the batches of a run. As a context manager it stops its threads; it can then be used again.
 
     Args:
-        order: `describe_order` of a new run.
+        order: `describe_order` of a new run; None = the reader's mixture alone, without a state.
         num_workers: prefetch threads; 0 = read in the calling thread.
         limit_steps: steps until the loader stops; None = it never stops.
         changes: by dataset, the files that changed before it was last indexed, for error messages.
@@ -36,25 +35,21 @@ class Loader:
     def __init__(
         self,
         reader: BatchReader,
-        order: Mapping[str, Any],
+        order: Mapping[str, Any] | None,
         *,
         num_workers: int = 0,
         limit_steps: int | None = None,
         changes: Mapping[str, str] | None = None,
     ) -> None:
         self.reader = reader
-        self._new_run = Resumption(0, reader.mixture, dict(order), ())
+        self._new_run = RunOrder.first(order) if order is not None else RunOrder(0, reader.mixture, {})
+        self._order = dict(order or {})
         self._changes = dict(changes or {})
         self._workers = num_workers
         self._limit = limit_steps
         self._batches: Iterator[StepBatch] | None = None
         self._fetching: FetchAhead | None = None
         self._start(self._new_run)
-
-    @property
-    def order_version(self) -> int:
-        """Version of the order of samples within datasets."""
-        return order_version(self._run.order)
 
     @property
     def next_step(self) -> int:
@@ -83,28 +78,23 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the consumed batches, as JSON values; it is the same on every rank."""
-        return state_at(self._run.order, self.reader.mixture, self._next_step)
+        return self._run.state(self._next_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state, on any number of ranks and threads; see `resume`."""
-        self._start(resume(state, self._new_run.order, self._changes))
+        self._start(resume(state, self._order, self._changes))
 
     def skip(self, numbers: Mapping[str, Iterable[Range]]) -> None:
         """Skip samples from the next step on, by their numbers within datasets (`Mixture.numbers`)."""
-        self._start(self._run.skip_numbers(numbers))
-
-    def keep_order(self, version: int) -> None:
-        """Begin the run in an earlier version of the order of samples, in which its numbers of samples mean others."""
-        self._new_run = replace(self._new_run, order=self._new_run.order | {"order_version": version})
-        self._start(self._new_run)
+        self._start(self._run.skip(numbers))
 
     def rewind(self) -> None:
         """Restart at the first step, as if no state had been loaded."""
         self._start(self._new_run)
 
-    def _start(self, run: Resumption) -> None:
+    def _start(self, run: RunOrder) -> None:
         self.close()
-        self.reader = self.reader.with_order(run.mixture, order_version(run.order))
+        self.reader = self.reader.with_mixture(run.mixture)
         self._run, self._next_step = run, run.step
         self.changes_at_resume = run.changes
 

@@ -7,38 +7,28 @@ Weights, datasets and global batch size may change at a resume. The state keeps 
 from the last phase, `resume` adds one. A removed dataset stays in the state, and continues at its position if a later
 run adds it again.
 
-A state records the version of the order of samples within datasets (token_stream.py). Version 2 of the state, which
-earlier releases wrote, has no record: its order has version 1. Such a run keeps both versions.
-
-The state also keeps skipped samples, as ranges of global numbers in its phases. `--skip_samples` means the numbers of
-the run as this start plans it, with the phase that begins at this start, if one does. Samples that an earlier start or
-a rollback skipped stay skipped when a new phase gives them other global numbers.
+The state also keeps skipped samples, as ranges of numbers within their datasets, which no phase changes.
+`--skip_samples` names samples by their global numbers, as this start plans the run without them. The state keeps these
+words, too: at a later start they do nothing, since global numbers have moved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pretraining.config.fields import settings_of
 from pretraining.config.training import DataConfig
 from pretraining.data.samples import Samples
-from pretraining.data.sampling.mixture import Mixture, Phase, Range, Skipped
-from pretraining.data.sampling.token_stream import ORDER_VERSIONS
+from pretraining.data.sampling.mixture import Mixture, Phase, Range
 from pretraining.errors import DamagedError, DataError
 from pretraining.text import list_some
 
-STATE_VERSIONS = (2, 3)
-ORDER_VERSION = ORDER_VERSIONS[-1]
-"""Version of the order of samples in new runs."""
-SKIPPED_LATER = "skipped_later"
-"""Key of skipped samples of datasets that the last phase does not read: by dataset, ranges of numbers within it."""
-CONTENTS = "contents"
-"""Key of the records of content, by dataset. It is compared where both sides have one."""
-RENUMBERED = "renumbered"
-"""Key of skipped ranges in the numbers of earlier phases, which a start may repeat as `--skip_samples`."""
-_MOST_RENUMBERED = 1 << 20
+STATE_VERSION = 4
+"""Version of the state and of the order of samples that it describes."""
+CONVERTED = "skip_samples"
+"""Key of the ranges of `--skip_samples` that were converted to numbers within datasets."""
 _LARGEST_NUMBER = 1 << 62
 _LARGEST_TOTAL = 1 << 41  # of weights; above any total that `integer_weights` returns
 
@@ -46,85 +36,93 @@ _LARGEST_TOTAL = 1 << 41  # of weights; above any total that `integer_weights` r
 def describe_order(
     sources: Iterable[Samples], phase: Phase, config: DataConfig, seed: int, split: str
 ) -> dict[str, Any]:
-    """Return everything that determines the order of samples, as JSON values.
+    """Return everything that determines the order of samples of a new run, as JSON values.
 
     Args:
-        phase: first phase of a new run.
+        phase: first phase.
         split: "train" or "held_out"; skipped ranges apply to "train" only.
     """
     return {
-        "version": STATE_VERSIONS[-1],
-        "order_version": ORDER_VERSION,
+        "version": STATE_VERSION,
         "split": split,
         "seed": seed,
-        "seq_length": config.seq_length,
         "logical_shards": config.logical_shards,
-        **({} if config.use_dummy_dataset else _reading_settings(config)),
+        **({} if config.use_dummy_dataset else config.values_that_decide("documents", "samples")),
         "datasets": {source.name: dict(source.fingerprint) for source in sources},
-        **_contents({source.name: source.content for source in sources if source.content}),
         "phases": [asdict(phase)],
-        "skipped": [list(each) for each in config.skipped_ranges] if split == "train" else [],
+        "skipped": {},
+        CONVERTED: [list(each) for each in config.skipped_ranges] if split == "train" else [],
     }
 
 
-def _contents(records: Mapping[str, str]) -> dict[str, Any]:
-    return {CONTENTS: dict(records)} if records else {}
-
-
-def _reading_settings(config: DataConfig) -> dict[str, Any]:
-    """Return the settings of all datasets that must not change during a run, as JSON values."""
-    values = config.values_that_decide("documents", "samples")
-    if config.token_dtype is None:  # older states lack this setting
-        del values["token_dtype"]
-    return values
-
-
-def order_version(state: Mapping[str, Any]) -> int:
-    """Return the version of the order of a state or of `describe_order`."""
-    version: int = state.get("order_version", 1)
-    return version
-
-
-def state_at(order: Mapping[str, Any], mixture: Mixture, step: int) -> dict[str, Any]:
-    """Return the state after all steps before `step`."""
-    return {**order, "next_sample": mixture.first_sample(step), "counts": mixture.counts_before_step(step)}
+def newly_skipped(requested: Iterable[Range], state: Mapping[str, Any]) -> list[Range]:
+    """Return the ranges of `--skip_samples` that were not converted before the state of a run."""
+    converted = [tuple(each) for each in state.get(CONVERTED, ())]
+    return [each for each in map(tuple, requested) if each not in converted]
 
 
 @dataclass(frozen=True)
-class Resumption:
-    """The position, mixture and order with which a run continues, and one line per change for the user."""
+class RunOrder:
+    """The step from which a run continues, its mixture, its order, and one line per change for the user.
+
+    Attributes:
+        order: `describe_order`, with all phases and skipped samples of the run.
+    """
 
     step: int
     mixture: Mixture
     order: dict[str, Any]
-    changes: tuple[str, ...]
+    changes: tuple[str, ...] = ()
 
-    def skip(self, ranges: Iterable[Range]) -> Resumption:
-        """Skip global samples from the next step on."""
-        before, first = self.mixture.skipped, self.mixture.first_sample(self.step)
-        skipped = Skipped([*before.ranges, *((max(begin, first), end) for begin, end in ranges)])
-        lines = (f"skipped: samples {begin}-{end - 1}" for begin, end in skipped.without(before))
+    @staticmethod
+    def first(order: Mapping[str, Any]) -> RunOrder:
+        """Return the order of a new run from its `describe_order`."""
+        mixture = Mixture([Phase(**phase) for phase in order["phases"]])
+        return RunOrder(0, mixture, dict(order))._skip_samples(order[CONVERTED])
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state after all steps before `step`, as JSON values."""
+        counts = self.mixture.counts_before_step(step)
+        return {**self.order, "next_sample": self.mixture.first_sample(step), "counts": counts}
+
+    def skip(self, numbers: Mapping[str, Iterable[Range]], line: str | None = None) -> RunOrder:
+        """Skip samples from the next step on by their numbers within datasets, also within those of a later phase.
+
+        Args:
+            line: says what is skipped; None = the numbers do.
+        """
+        skipped = {name: list(each.ranges) for name, each in self.mixture.skipped.items()}
+        positions, lines = self.mixture.positions_before_step(self.step), []
+        for name, ranges in sorted(numbers.items()):
+            ahead = [(max(begin, positions.get(name, 0)), end) for begin, end in ranges]
+            skipped[name] = [*skipped.get(name, ()), *ahead]
+            lines += [f"{name} {begin}-{end - 1}" for begin, end in ahead if begin < end]
         mixture = Mixture(self.mixture.phases, skipped)
-        return Resumption(self.step, mixture, self.order | {"skipped": _lists(skipped)}, (*self.changes, *lines))
+        as_lists = {name: [list(each) for each in found.ranges] for name, found in mixture.skipped.items()}
+        line = line or (f"skipped: samples {list_some(lines, 12)}" if lines else None)
+        changes = self.changes if line is None else (*self.changes, line)
+        return RunOrder(self.step, mixture, {**self.order, "skipped": as_lists}, changes)
 
-    def skip_numbers(self, numbers: Mapping[str, Iterable[Range]]) -> Resumption:
-        """Skip samples by their numbers within datasets, also within those that only a later phase reads."""
-        later = dict(self.order.get(SKIPPED_LATER, {}))
-        for name in sorted(numbers.keys() - self.mixture.phases[-1].weights.keys()):
-            later[name] = _lists(Skipped([*later.get(name, ()), *numbers[name]]))
-        order = self.order | ({SKIPPED_LATER: later} if later else {})
-        return replace(self, order=order).skip(self.mixture.locate(numbers).ranges)
+    def _skip_samples(self, ranges: Sequence[Range]) -> RunOrder:
+        """Skip global samples; raise a DataError if the run has trained on one."""
+        next_sample = self.mixture.first_sample(self.step)
+        first = min((begin for begin, _ in ranges), default=next_sample)
+        if first < next_sample:
+            raise DataError(
+                f"--skip_samples skips sample {first}, but the run has trained on all samples before {next_sample}: "
+                "resume from an earlier checkpoint (--ckpt_load_path, with another --ckpt_save_path), or leave it out"
+            )
+        if not ranges:
+            return self
+        named = ", ".join(f"{begin}-{end - 1}" for begin, end in ranges)
+        return self.skip(self.mixture.numbers(ranges), f"skipped: samples {named}")
 
 
-def _lists(skipped: Skipped) -> list[list[int]]:
-    return [list(each) for each in skipped.ranges]
-
-
-def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> Resumption:
+def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> RunOrder:
     """Resume from a state of this run.
 
     Args:
-        state: `state_at` of a checkpoint.
+        state: `RunOrder.state` of a checkpoint.
         order: `describe_order` of a new run with the current settings.
         changes: by dataset, the files that changed before it was last indexed; empty if unknown.
 
@@ -132,15 +130,18 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
         DamagedError: the state is damaged.
         DataError: its order differs from the current settings.
     """
-    if state.get("version") not in STATE_VERSIONS or order_version(state) not in ORDER_VERSIONS:
+    if state.get("version") != STATE_VERSION:
         raise DataError(
-            f"the data state has version {state.get('version')!r} and order {order_version(state)!r}, but this release "
-            f"reads versions {STATE_VERSIONS} and orders {ORDER_VERSIONS}"
+            f"the data state has version {state.get('version')!r}, but this release reads version {STATE_VERSION}: "
+            "take its weights alone into a new run (--weights_only=true, with another --ckpt_save_path)"
         )
     try:
         problems = _differences(state, order, changes)
-        before, next_sample = restored_mixture(state), state["next_sample"]
-        step = _step_at(before, next_sample)
+        before = restored_mixture(state)
+        step = before.step_of_sample(state["next_sample"])
+        if before.first_sample(step) != state["next_sample"]:
+            raise ValueError(f"sample {state['next_sample']} is not the first of a step")
+        typed = newly_skipped(order[CONVERTED], state)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DamagedError(f"the data state is damaged: {type(error).__name__}: {error}") from error
     if problems:
@@ -150,113 +151,61 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
             "Restore these settings or files, or start a new run in another --ckpt_save_path. Weights, the list of "
             "datasets and the global batch size may change"
         )
-    run = _continue_run(before, step, state, order)
-    known = Skipped([*before.skipped.ranges, *state.get(RENUMBERED, ())])
-    return run.skip(_newly_skipped(order["skipped"], known, next_sample))
-
-
-def _continue_run(before: Mixture, step: int, state: Mapping[str, Any], order: Mapping[str, Any]) -> Resumption:
-    """Return the run from a step on, with a new phase if the settings differ, and with what was skipped before."""
     phases = _continue_phases(before, Phase(**order["phases"][0]), step)
-    mixture = Mixture(phases, before.skipped)
+    mixture = Mixture(phases, state["skipped"])
     known = {**state["datasets"], **order["datasets"]}
-    order = {
-        **{key: value for key, value in order.items() if key != "order_version"},
+    run_order = {
+        **order,
         "datasets": {name: known[name] for name in mixture.names},
-        **_contents(state.get(CONTENTS, {}) | order.get(CONTENTS, {})),
         "phases": [asdict(phase) for phase in phases],
-        "skipped": _lists(before.skipped),
-        **{key: state[key] for key in ("version", "order_version", SKIPPED_LATER, RENUMBERED) if key in state},
+        "skipped": state["skipped"],
+        CONVERTED: [*state[CONVERTED], *map(list, typed)],
     }
-    lines = [_describe_last_phase(phases)] if phases[-1].first_step == step > 0 else []
-    run = Resumption(step, mixture, order, tuple(lines))
-    return run if mixture.phases == before.phases else _renumber(run, before)
-
-
-def _renumber(run: Resumption, before: Mixture) -> Resumption:
-    """Skip in a new phase the samples that were skipped ahead of it, under their new global numbers."""
-    first, order = run.mixture.first_sample(run.step), dict(run.order)
-    ahead = Skipped((max(begin, first), end) for begin, end in before.skipped.ranges)
-    if not ahead.ranges and SKIPPED_LATER not in order:
-        return run
-    numbers = before.numbers(ahead.ranges)
-    for name, ranges in order.pop(SKIPPED_LATER, {}).items():
-        numbers[name] = [*numbers.get(name, ()), *ranges]
-    count = sum(end - begin for ranges in numbers.values() for begin, end in ranges)
-    if count > _MOST_RENUMBERED:
-        raise DataError(
-            f"{count:,} samples from {first} on are skipped, too many to skip again in a new phase: keep the weights, "
-            "the datasets and the global batch size until the run is past them"
-        )
-    if ahead.ranges:
-        order[RENUMBERED] = _lists(Skipped([*order.get(RENUMBERED, ()), *ahead.ranges]))
-    past = Skipped((begin, min(end, first)) for begin, end in before.skipped.ranges)
-    placed = Resumption(run.step, Mixture(run.mixture.phases, past), order, ()).skip_numbers(numbers)
-    lines = [f"skipped before: {count:,} samples, also in this phase"] if count else []
-    return replace(placed, changes=(*run.changes, *lines))
-
-
-def _newly_skipped(requested: Iterable[Range], known: Skipped, next_sample: int) -> list[Range]:
-    """Return requested ranges that were not skipped before; raise a DataError if the run has trained on one."""
-    new = Skipped((begin, end) for begin, end in requested).without(known)
-    if new and new[0][0] < next_sample:
-        raise DataError(
-            f"--skip_samples skips sample {new[0][0]}, but the run has trained on all samples before {next_sample}: "
-            "resume from an earlier checkpoint (--ckpt_load_path, with another --ckpt_save_path), or leave it out"
-        )
-    return new
+    lines = (_describe_last_phase(phases),) if phases[-1].first_step == step > 0 else ()
+    return RunOrder(step, mixture, run_order, lines)._skip_samples(typed)
 
 
 def restored_mixture(state: Mapping[str, Any]) -> Mixture:
-    """Return the mixture of a state; raise a ValueError or TypeError if the state is damaged."""
+    """Return the mixture of a state; raise a ValueError, TypeError or KeyError if the state is damaged."""
     phases = [Phase(**phase) for phase in state["phases"]]
-    skipped = Skipped((begin, end) for begin, end in state["skipped"])
-    other = [*state.get(SKIPPED_LATER, {}).values(), state.get(RENUMBERED, ())]
-    elsewhere = Skipped((begin, end) for ranges in other for begin, end in ranges)
-    _check_numbers(phases, (*skipped.ranges, *elsewhere.ranges), state["next_sample"])
+    skipped = {name: [(begin, end) for begin, end in ranges] for name, ranges in state["skipped"].items()}
+    others = [number for ranges in (*skipped.values(), state[CONVERTED]) for each in ranges for number in each]
+    _check_numbers(phases, [*others, state["next_sample"]])
+    first = phases[0]
+    if first != Phase.first(first.global_batch_size, first.seq_length, first.weights):
+        raise ValueError("the first phase does not start at sample 0")
     for number, phase in enumerate(phases[1:], 1):
-        if not Mixture(phases[:number], skipped).can_precede(phase):
+        before = Mixture(phases[:number], skipped)
+        follows = phase.first_step > before.phases[-1].first_step and phase.seq_length == first.seq_length
+        if not follows or phase != before.phase_from(phase.first_step, phase):
             raise ValueError(f"the phase from step {phase.first_step} does not follow from the previous phase")
     return Mixture(phases, skipped)
 
 
-def _check_numbers(phases: Sequence[Phase], ranges: Iterable[Range], next_sample: int) -> None:
+def _check_numbers(phases: Sequence[Phase], others: Iterable[int]) -> None:
     """Refuse numbers that no run writes, before computing with them."""
-    if phases[0] != Phase.first(phases[0].global_batch_size, phases[0].weights):
-        raise ValueError("the first phase does not start at sample 0")
-    places = [place for phase in phases for place in (phase.first_step, phase.first_sample)]
-    places += [end for each in ranges for end in each]
-    sizes = [size for phase in phases for size in (phase.global_batch_size, *phase.weights.values())]
-    if not all(type(number) is int for number in (*places, *sizes, next_sample)):
+    numbers = [*others, *(number for phase in phases for number in (phase.first_step, phase.first_sample))]
+    sizes = [size for each in phases for size in (each.global_batch_size, each.seq_length, *each.weights.values())]
+    if not all(type(number) is int for number in (*numbers, *sizes)):
         raise TypeError("a number is not an integer")
-    if min(places) < 0 or min(sizes) < 1 or max(*places, *sizes, next_sample) > _LARGEST_NUMBER:
+    if min(numbers) < 0 or min(sizes) < 1 or max(*numbers, *sizes) > _LARGEST_NUMBER:
         raise ValueError("a number is too small or too large")
     if max(sum(phase.weights.values()) for phase in phases) > _LARGEST_TOTAL:
         raise ValueError("weights are too large")
 
 
-def _step_at(mixture: Mixture, sample: int) -> int:
-    """Return the step of the last phase whose first sample is `sample`; raise a ValueError if there is none."""
-    if sample >= mixture.phases[-1].first_sample:
-        step = mixture.step_of_sample(sample)
-        if mixture.first_sample(step) == sample:
-            return step
-    raise ValueError(f"sample {sample} is not the first of a step")
-
-
 def _continue_phases(before: Mixture, requested: Phase, step: int) -> tuple[Phase, ...]:
     """Return the phases from a step on, with a new one if the requested one differs from the last.
 
-    It begins at the next sample of the run so far, so samples that this start skips do not move it. A phase with
-    samples stays, also if all of them were skipped; a phase without samples is dropped.
+    A phase without samples is dropped.
     """
-    next_sample = before.first_sample(step)
-    kept = [phase for phase in before.phases if phase.first_sample < next_sample]
+    kept = [phase for phase in before.phases if phase.first_step < step]
     if not kept:
         return (requested,)
     if kept[-1].same_data(requested):
         return tuple(kept)
-    return (*kept, Mixture(kept, before.skipped).phase_from(step, requested))
+    skipped = {name: each.ranges for name, each in before.skipped.items()}
+    return (*kept, Mixture(kept, skipped).phase_from(step, requested))
 
 
 def _describe_last_phase(phases: Sequence[Phase]) -> str:
@@ -289,17 +238,14 @@ def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Ma
     if _is_dummy(before) != _is_dummy(now):
         then, today = ("the dummy dataset" if _is_dummy(datasets) else "datasets" for datasets in (before, now))
         return [f"the run used {then} and would now use {today}: see --use_dummy_dataset"]
-    settings = [name for name in ("split", "seed", "seq_length", "logical_shards") if saved[name] != order[name]]
+    lengths = [each["phases"][-1]["seq_length"] for each in (saved, order)]
+    problems = [f"seq_length was {lengths[0]} and is {lengths[1]}"] if lengths[0] != lengths[1] else []
+    settings = [name for name in ("split", "seed", "logical_shards") if saved[name] != order[name]]
     # Fingerprints only have a digest of these settings. Comparing the values names the setting, and covers datasets
     # that are new in this run.
     deciding = (name for name, each in settings_of(DataConfig).items() if each.decides)
     reading = [name for name in deciding if name in saved and saved[name] != order.get(name)]
-    problems = [f"{name} was {saved[name]} and is {order.get(name)}" for name in settings + reading]
-    recorded = saved.get(CONTENTS, {}).keys() & order.get(CONTENTS, {}).keys()
-    before, now = (
-        {name: {**each, "content": state[CONTENTS][name] if name in recorded else ""} for name, each in found.items()}
-        for state, found in ((saved, before), (order, now))
-    )
+    problems += [f"{name} was {saved[name]} and is {order.get(name)}" for name in settings + reading]
     for name in sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
         if before[name].get("files") != now[name].get("files") or not reading:
             problems.append(_describe_change(name, before[name], now[name], changes.get(name)))

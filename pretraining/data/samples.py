@@ -7,8 +7,8 @@ Each stage handles many samples per call, because Python's cost per call is high
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +18,6 @@ from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, te
 from pretraining.data.sampling.packing import BinCache, PackedStream, bin_cache, cut_blocks
 from pretraining.data.sampling.sample_order import SampleOrder
 from pretraining.data.sampling.token_stream import (
-    ORDER_VERSIONS,
     OrderCache,
     Spans,
     TokenStream,
@@ -43,16 +42,13 @@ class Samples:
     Attributes:
         name: name of the dataset.
         shards: number of logical shards.
-        fingerprint: JSON values that identify the samples; different samples have different fingerprints, unless files
-            of equal names and sizes differ.
+        fingerprint: JSON values that identify the samples. `content` is the record of the files' content (content.py).
         samples: (begin, end) -> shards of samples [begin, end), and their numbers within these shards, both
             [end - begin] int64.
         spans: (shards, numbers), both [rows] -> pieces of documents for each row. A dummy sample is one document.
         read: (spans, target, rows) writes samples into these rows of `target`, [batch rows, S + 1], padded with zeros.
             It raises a DataError if a file is unreadable or has a token outside the vocabulary.
         pass_samples: number of samples of the first pass.
-        spans_of_version: `spans` in each version of the order; empty if all are the same.
-        content: record of the content of the files; empty if it is unknown.
         changes: how the files differ from those that were indexed before; empty if unknown.
         fetches: spans -> what makes the parts of them in an object store ready; None for data on a disk.
     """
@@ -64,14 +60,8 @@ class Samples:
     spans: Callable[[np.ndarray, np.ndarray], Spans]
     read: Callable[[Spans, np.ndarray, np.ndarray], None]
     pass_samples: int = 1 << 40  # of endless data
-    spans_of_version: Mapping[int, Callable[[np.ndarray, np.ndarray], Spans]] = field(default_factory=dict)
-    content: str = ""
     changes: str = ""
     fetches: Callable[[Spans], Iterable[Fetch]] | None = None
-
-    def in_order(self, version: int) -> Samples:
-        """Return the samples in a version of the order."""
-        return replace(self, spans=self.spans_of_version.get(version, self.spans))
 
 
 @dataclass(frozen=True)
@@ -126,40 +116,34 @@ def stored_samples(
     fingerprint = {
         "files": files.digest,
         "file_count": len(files.paths),
+        "content": index.content,
         "settings": index.header["settings"],
         "documents": len(index.documents),
         "tokens": lengths.tokens,
     }
-    streams: dict[int, TokenStream]
+    stream: TokenStream
     if counts is None:
         shards = cut_shards(lengths, shard_count(lengths.tokens, seq_length, config.logical_shards))
         order = SampleOrder(shards.tokens, seq_length, key)
-        streams = {
-            version: TokenStream(lengths, shards, seq_length, key, opened.orders, version) for version in ORDER_VERSIONS
-        }
+        stream = TokenStream(lengths, shards, seq_length, key, opened.orders)
     else:
         bounds = counts.bounds[split]
         first_blocks = cut_blocks(bounds, config.logical_shards)
         # A sample is a whole bin, so the order counts bins as tokens, and one sample as one token.
         order = SampleOrder(np.diff(bounds[first_blocks]), 1, key)
-        packed = PackedStream(
+        stream = PackedStream(
             lengths, bounds, first_blocks, seq_length, counts.packing, key, opened.orders, opened.bins
         )
-        streams = dict.fromkeys(ORDER_VERSIONS, packed)
-        fingerprint |= {"packing": counts.packing, "bins": int(bounds[-1])}
+        fingerprint["packing"] = counts.packing
     reader = DocumentReader(files, index, config, vocab_size, opened.open_files, opened.chunks)
-    spans = {version: stream.spans for version, stream in streams.items()}
-    newest = streams[ORDER_VERSIONS[-1]]
     return Samples(
         files.name,
-        newest.shards,
+        stream.shards,
         fingerprint,
         order.samples,
-        newest.spans,
+        stream.spans,
         reader.read,
         order.samples_before_pass(1),
-        spans,
-        index.content,
         index.header["changes"],
         reader.fetches if files.is_remote else None,
     )

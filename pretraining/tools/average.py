@@ -39,7 +39,6 @@ from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config
 from pretraining.config.run_recipe import comment_of_start
 from pretraining.config.training import CheckpointConfig
 from pretraining.config.values import parse_ranges
-from pretraining.data.resume import order_version
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import atomic_folder, flush_folder, is_address, is_file, write_flushed
 from pretraining.launch.terminal import print_text
@@ -213,4 +212,4 @@ def _facts_of_data(sources: Sequence[CheckpointRef]) -> dict[str, dict[str, Any]
 def _facts_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
     data, sets = manifest.facts_of_data, recorded_evaluation(manifest).state_dict()
     kept = {name: data.get(name) for name in ("held_out_fraction", *ENDS)}
-    return {"data": {**kept, "order_version": order_version(data)} if data else {}, EVALUATION_SETS_STATE: sets}
+    return {"data": kept if data else {}, EVALUATION_SETS_STATE: sets}

@@ -19,7 +19,6 @@ from pretraining.checkpoint.start_point import find_newest
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.data.resume import ORDER_VERSION, order_version
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError
@@ -121,12 +120,12 @@ def _evaluate(
     check_kernels(config, shape, device)
     dims, data = build_run_dims(config, processes), open_data(config, processes)
     batch = resolve_batch_sizes(config.batch, dims.data, manifest.global_batch_size or None)
-    record, order = recorded_evaluation(manifest), order_version(trained) if trained else ORDER_VERSION
+    record = recorded_evaluation(manifest)
     if config.evaluation.eval_batches != newest.config.evaluation.eval_batches:
         record = replace(record, sequences=None)  # another number of batches is asked for
     tasks = open_tasks(config, processes, dims, newest.config.data.seq_length if trained else 0)
     own = open_evaluators(config, evaluators)
-    sources, _ = open_evaluation_sources(config, data, batch, processes, dims, record, order, (tasks, own))
+    sources, _ = open_evaluation_sources(config, data, batch, processes, dims, record, (tasks, own))
     model = build_model(shape, config, dims, device)
     start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)

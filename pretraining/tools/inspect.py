@@ -33,6 +33,7 @@ from pretraining.data.batch_reader import BatchReader, Slots
 from pretraining.data.dataset import build_indices, build_loader, open_datasets, warn_about_datasets
 from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples
+from pretraining.data.sampling.mixture import count_numbers
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.tokenizer import load_tokenizer
@@ -237,11 +238,8 @@ class Inspector:
         self._seq_length = seq_length
 
     def step_of_sample(self, sample_id: int) -> int:
-        """Return the step that trains on a sample; raise a ConfigError if --skip_samples skips it."""
-        mixture = self._reader.mixture
-        if not mixture.skipped.count(sample_id, sample_id + 1):
-            raise ConfigError(f"--sample_id={sample_id} is skipped (see --skip_samples): no step trains on it")
-        return mixture.step_of_sample(sample_id) + 1
+        """Return the step that trains on a sample."""
+        return self._reader.mixture.step_of_sample(sample_id) + 1
 
     def global_batch_size(self, step: int) -> int:
         """Return the number of slots of a step, which may differ between phases of a run."""
@@ -267,9 +265,9 @@ class Inspector:
         """Summarize the samples of each dataset in steps `first` to `last`, both included."""
         mixture = self._reader.mixture
         taken = list(mixture.taken(first - 1, last))
-        phase_samples = [sum(end - begin for begin, end in ranges.values()) for _, ranges in taken]
+        phase_samples = [count_numbers(*ranges.values()) for _, ranges in taken]
         total = sum(phase_samples)
-        before, after = (mixture.counts_before_step(step) for step in (first - 1, last))
+        before, after = (mixture.positions_before_step(step) for step in (first - 1, last))
         summaries = []
         for source in self._reader.sources:
             name, dataset = source.name, self._datasets.get(source.name)
@@ -277,8 +275,8 @@ class Inspector:
                 count * phase.weights.get(name, 0) / sum(phase.weights.values())
                 for count, (phase, _) in zip(phase_samples, taken, strict=True)
             )
-            own = [ranges[name] for _, ranges in taken if name in ranges]
-            samples = sum(end - begin for begin, end in own)
+            own = [each for _, ranges in taken for each in ranges.get(name, ())]
+            samples = count_numbers(own)
             counted, documents, padding = self._count(source, dataset, own) if dataset else (samples, 0, 0)
             tokens_seen = (before[name] * self._seq_length, after[name] * self._seq_length)
             pass_tokens = dataset.pass_tokens("train") if dataset else None

@@ -35,6 +35,7 @@ from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.data.resume import restored_mixture
+from pretraining.data.sampling.mixture import count_numbers
 from pretraining.errors import CheckpointError, ConfigError, PretrainError
 from pretraining.files import entries_of, exists, is_folder, read_json
 from pretraining.observability.events import EVENTS_FILE
@@ -250,11 +251,8 @@ def mixture_of(manifest: Manifest) -> list[MixturePart]:
         return []
     ends = [*(phase.first_step for phase in mixture.phases[1:]), manifest.step]
     parts = []
-    for phase, end in zip(mixture.phases, ends, strict=True):
-        samples = dict.fromkeys(phase.weights, 0)
-        for _, ranges in mixture.taken(phase.first_step, end):
-            for name in samples:
-                samples[name] += ranges[name][1] - ranges[name][0]
+    for (phase, ranges), end in zip(mixture.taken(0, manifest.step), ends, strict=False):  # the last may have no steps
+        samples = {name: count_numbers(ranges[name]) for name in phase.weights}
         total, weights = sum(samples.values()), sum(phase.weights.values())
         parts += [
             MixturePart(phase.first_step, end, name, phase.weights[name] / weights, count, count / total)

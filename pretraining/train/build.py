@@ -36,8 +36,7 @@ from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.data.prepared import keep_tokenizer
-from pretraining.data.resume import RENUMBERED
-from pretraining.data.sampling.mixture import Skipped
+from pretraining.data.resume import newly_skipped
 from pretraining.distributed.dims import Dims
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
@@ -189,8 +188,7 @@ def _add_events(plan: Plan, events: Events) -> None:
         data = plan.restored.manifest.data
         if changes := changed_settings(plan.restored.config, plan.config):
             events.add("settings", step, changes={name: list(values) for name, values in changes.items()})
-    known = Skipped((begin, end) for begin, end in (*data.get("skipped", ()), *data.get(RENUMBERED, ())))
-    skipped = Skipped(plan.config.data.skipped_ranges).without(known)
+    skipped = newly_skipped(plan.config.data.skipped_ranges, data)
     if plan.rollback is None and skipped:
         events.add("skip_samples", step, samples=[[begin, end - 1] for begin, end in skipped])
     if phase.first_step == step:

@@ -84,8 +84,8 @@ def _count_reads(plan: Plan) -> tuple[dict[str, int], dict[str, float]]:
     """Return the tokens and the passes of the whole run per dataset; empty for dummy data."""
     if plan.data is None:
         return {}, {}
-    samples = plan.loader.reader.mixture.counts_before_step(plan.state.total_steps)
-    tokens = {name: count * plan.config.data.seq_length for name, count in samples.items()}
+    counts = plan.loader.reader.mixture.counts_before_step(plan.state.total_steps)
+    tokens = {name: sum(length * samples for length, samples in pairs) for name, pairs in counts.items()}
     sizes = {each.files.name: each.pass_tokens("train") for each in plan.data.datasets}
     return tokens, {name: count / sizes[name] for name, count in tokens.items() if name in sizes}
 

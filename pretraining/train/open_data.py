@@ -152,7 +152,6 @@ def open_evaluation_sources(
     processes: Processes,
     dims: Dims,
     record: EvaluationRecord,
-    order: int,
     deciders: Sequence[Tasks | Evaluators | None] = (),
 ) -> tuple[list[EvaluationSource], EvaluationRecord]:
     """Open the evaluation sets: the held-out documents of all datasets, and each folder of `--eval_datasets`.
@@ -161,7 +160,6 @@ def open_evaluation_sources(
 
     Args:
         record: of the first start of the run; empty in a new run, and in a run that recorded no sets.
-        order: version of the order of samples.
         deciders: what has other numbers that `--best_by` may name.
 
     Returns:
@@ -184,13 +182,13 @@ def open_evaluation_sources(
     counts: dict[str, int] = {}
     for opened, settings, split, named in parts:
         open_loader = partial(
-            build_evaluation_loader, opened, settings, batch, rank, seed, vocab_size, split, sequences, order, group
+            build_evaluation_loader, opened, settings, batch, rank, seed, vocab_size, split, sequences, group
         )
         loader, found, weights_now = on_every_rank(open_loader)
         kept = weights if weights.keys() == weights_now.keys() else weights_now
         weights = kept if named is None else weights
         # The sequences of a set are the first of its order, so these values determine them.
-        common = {"seq_length": settings.seq_length, "document_mask": settings.document_mask, "order": order}
+        common = {"seq_length": settings.seq_length, "document_mask": settings.document_mask}
         sets = {named or each.name: each for each in loader.reader.sources}
         counts.update((name, found[each.name]) for name, each in sets.items())
         definitions = tuple(

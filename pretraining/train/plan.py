@@ -39,13 +39,11 @@ class Rollback:
         before_step: only checkpoints before this step are sound.
         skipped: samples to skip besides `--skip_samples`, by their numbers within datasets (`Mixture.numbers`).
         stop_step: last step of this invocation.
-        order_version: of the order of samples, in case the run goes back to its initial weights.
     """
 
     before_step: int
     skipped: Mapping[str, Sequence[Range]]
     stop_step: int
-    order_version: int
 
 
 @dataclass(frozen=True)
@@ -148,15 +146,12 @@ def plan_run(
             data, config.data, batch, dims.data_rank, config.run.seed, shape.vocab_size, group=dims.context_group
         )
     )
-    if rollback is not None and restored is None:
-        loader.keep_order(rollback.order_version)
     if restored is not None:
         on_every_rank(lambda: loader.load_state_dict(saved.data))
     if rollback is not None:
         loader.skip(rollback.skipped)
-    deciders = (opened.tasks, opened.evaluators)
     sources, record = open_evaluation_sources(
-        config, opened.data, batch, opened.processes, dims, recorded_evaluation(saved), loader.order_version, deciders
+        config, opened.data, batch, opened.processes, dims, recorded_evaluation(saved), (opened.tasks, opened.evaluators)
     )
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases

@@ -245,7 +245,7 @@ def _rollback_from(run: Run, divergence: DivergenceError) -> Rollback:
     skipped = dict[str, Sequence[Range]](before.skipped if before is not None else {})
     for name, ranges in loader.reader.mixture.numbers([divergence.samples]).items():
         skipped[name] = [*skipped.get(name, ()), *ranges]
-    return Rollback(divergence.first_step, skipped, run.state.stop_step, loader.order_version)
+    return Rollback(divergence.first_step, skipped, run.state.stop_step)
 
 
 def _replace_newer(run: Run) -> list[Path]:

@@ -14,14 +14,11 @@ import torch
 from emulated_float8 import emulate_float8
 
 from pretraining.config.command_line import load_train_config
-from pretraining.data import resume
 from pretraining.distributed import gradient_buckets
 from pretraining.launch.layout import resolve_layout
 from pretraining.tools.evaluate import evaluate_and_print
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run import train
-
-ORDER_1, NEWEST_ORDER = "order_version=1", resume.ORDER_VERSION
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
@@ -30,9 +27,6 @@ if __name__ == "__main__":
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for port, arguments in json.loads(sys.argv[1]):
         os.environ["MASTER_PORT"] = str(port)
-        # A new run in the order of samples of earlier releases, which only resumed runs have otherwise.
-        resume.ORDER_VERSION = 1 if ORDER_1 in arguments else NEWEST_ORDER
-        arguments = [each for each in arguments if each != ORDER_1]
         if any(each.startswith("float8=") for each in arguments):
             emulate_float8(pytest.MonkeyPatch())
         config, layout = load_train_config(arguments), resolve_layout(os.environ)

@@ -8,15 +8,13 @@ samples of its share. Consecutive samples reach each node consecutively, so a fe
 batch.
 
 If weights change during a run, each phase has its own tree, which counts from the first sample of the phase. A phase
-stores the samples that each dataset gave before, and continues to number from there.
+stores how far each dataset was before, and continues to number from there.
 
-A phase is placed once, when it begins: at the first sample that the earlier phases neither train on nor skip, with the
-counts of each dataset there. Samples that are skipped later do not move it. So a skipped sample counts in the phase
-that would have trained on it: before the border if it was skipped when the phase began, in the phase itself otherwise.
-A phase begun again after a rollback is placed as it was, and its samples have the same numbers.
+The mixture counts the samples that are used. A dataset's used samples leave out its skipped numbers, so a skip changes
+neither steps nor shares: the dataset gives its next number in place of a skipped one. A dataset's position is its last
+used number plus one. Skipped numbers that follow this number are behind the position, so later skips never move it.
 
-A skip is a fact about samples of datasets. Global numbers name them in the phases of a run as it is; if a new phase
-begins before a skipped sample, `locate` finds the new global number of the same sample.
+    sample g of phase --WeightTree--> dataset, its n-th sample in the phase --position, `SkippedNumbers`--> number
 """
 
 from __future__ import annotations
@@ -24,8 +22,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from types import MappingProxyType
 
 import numpy as np
 
@@ -100,19 +99,6 @@ class WeightTree:
                     waiting.append((node.right, first - left_first, last - left_last, places[~goes_left]))
         return datasets, numbers
 
-    def find(self, dataset: int, numbers: Iterable[int]) -> list[int]:
-        """Return the samples with these numbers within a dataset of positive weight: the inverse of `assign`."""
-        found = list(numbers)
-        at = next(number for number, node in enumerate(self._nodes) if node.dataset == dataset)
-        for number, node in enumerate(self._nodes[at:], at):  # a node comes after its children
-            if at in (node.left, node.right):
-                # The first m samples send floor((2ml + w) / 2w) to the left, and the others to the right. If m is the
-                # smallest number that sends more than n samples to a side, its sample n is at m - 1.
-                tie, twice = (1 if at == node.left else 0), 2 * self._nodes[at].weight
-                found = [(node.weight * (2 * each + 1) - tie) // twice for each in found]
-                at = number
-        return found
-
     def counts(self, samples: int) -> list[int]:
         """Count the samples of each dataset among the first `samples`, [datasets]."""
         counts = [0] * self._datasets
@@ -128,45 +114,64 @@ class WeightTree:
         return counts
 
 
+LengthCounts = list[list[int]]
+"""Pairs [sequence length, samples] of a dataset."""
+
+
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run with one mixture and one batch size, until the next phase.
+    """A part of the run with one mixture, batch size and sequence length, until the next phase.
 
     Attributes:
-        first_sample: global index of its first sample, or of one before it that was skipped after the phase began.
+        first_sample: global index of its first sample.
         global_batch_size: samples per step.
         weights: by name, for the datasets of this phase.
-        base_counts: by name, samples given or skipped before this phase, for the datasets of this and earlier phases.
+        base_counts: by name, positions at the start of the phase, for the datasets of this and earlier phases.
     """
 
     first_step: int
     first_sample: int
     global_batch_size: int
+    seq_length: int
     weights: dict[str, int]
-    base_counts: dict[str, int]
+    base_counts: dict[str, LengthCounts]
 
     @staticmethod
-    def first(global_batch_size: int, weights: Mapping[str, int]) -> Phase:
+    def first(global_batch_size: int, seq_length: int, weights: Mapping[str, int]) -> Phase:
         """Return the first phase of a run."""
-        return Phase(0, 0, global_batch_size, dict(weights), dict.fromkeys(sorted(weights), 0))
+        counts = {name: [[seq_length, 0]] for name in sorted(weights)}
+        return Phase(0, 0, global_batch_size, seq_length, dict(weights), counts)
 
     def same_data(self, other: Phase) -> bool:
         """Return whether weights and batch sizes are equal."""
         return (self.weights, self.global_batch_size) == (other.weights, other.global_batch_size)
+
+    def base(self, name: str) -> int:
+        """Return the position of a dataset at the start of the phase; 0 for a dataset of a later phase."""
+        return self.base_counts[name][-1][1] if name in self.base_counts else 0
 
 
 class Mixture:
     """The datasets of all samples over all phases, the first of which starts at sample 0.
 
     `names` are the sorted names of all datasets; results are positions in `names`.
+
+    Args:
+        skipped: by dataset, ranges of its numbers; also of datasets that no phase has yet.
     """
 
-    def __init__(self, phases: Sequence[Phase], skipped: Skipped | None = None) -> None:
+    def __init__(self, phases: Sequence[Phase], skipped: Mapping[str, Iterable[Range]] = MappingProxyType({})) -> None:
         self.phases = tuple(phases)
-        self.skipped = skipped or Skipped()
+        self.skipped = {name: SkippedNumbers(ranges) for name, ranges in sorted(skipped.items())}
         self.names = tuple(sorted(phases[-1].base_counts))
         self._trees = [WeightTree([phase.weights.get(name, 0) for name in self.names]) for phase in phases]
-        self._bases = [np.array([phase.base_counts.get(name, 0) for name in self.names], np.int64) for phase in phases]
+        self._base_ranks = [
+            np.array([self._skipped_of(name).rank(phase.base(name)) for name in self.names], np.int64)
+            for phase in phases
+        ]
+
+    def _skipped_of(self, name: str) -> SkippedNumbers:
+        return self.skipped.get(name, _NOTHING_SKIPPED)
 
     def _phase_of_step(self, step: int) -> int:
         return max(number for number, phase in enumerate(self.phases) if phase.first_step <= step)
@@ -174,12 +179,12 @@ class Mixture:
     def first_sample(self, step: int) -> int:
         """Return the global index of the first sample of a step."""
         phase = self.phases[self._phase_of_step(step)]
-        return self.skipped.advance(phase.first_sample, (step - phase.first_step) * phase.global_batch_size)
+        return phase.first_sample + (step - phase.first_step) * phase.global_batch_size
 
     def step_of_sample(self, sample: int) -> int:
-        """Return the step of a sample that is not skipped."""
+        """Return the step of a sample."""
         phase = [phase for phase in self.phases if phase.first_sample <= sample][-1]
-        return phase.first_step + self.skipped.count(phase.first_sample, sample) // phase.global_batch_size
+        return phase.first_step + (sample - phase.first_sample) // phase.global_batch_size
 
     def global_batch_size(self, step: int) -> int:
         """Return the number of samples in a step."""
@@ -187,97 +192,65 @@ class Mixture:
 
     def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return a step's samples, ascending, their datasets and numbers within these, [global batch] int64 each."""
-        number = self._phase_of_step(step)
-        tree, bases, first_sample = self._trees[number], self._bases[number], self.phases[number].first_sample
-        samples, datasets, numbers = [], [], []
-        for begin, end in self._ranges(step, step + 1):
-            owners, within = tree.assign(begin - first_sample, end - first_sample)
-            samples.append(np.arange(begin, end))
-            datasets.append(owners)
-            numbers.append(within + bases[owners])
-        return np.concatenate(samples), np.concatenate(datasets), np.concatenate(numbers)
+        index = self._phase_of_step(step)
+        phase, first = self.phases[index], self.first_sample(step)
+        samples = np.arange(first, first + phase.global_batch_size)
+        begin = first - phase.first_sample
+        datasets, numbers = self._trees[index].assign(begin, begin + phase.global_batch_size)
+        numbers += self._base_ranks[index][datasets]
+        for name in self.skipped.keys() & {*self.names}:
+            of_dataset = datasets == self.names.index(name)
+            numbers[of_dataset] = self.skipped[name].number(numbers[of_dataset])
+        return samples, datasets, numbers
 
-    def taken(self, first_step: int, end_step: int) -> Iterator[tuple[Phase, dict[str, tuple[int, int]]]]:
-        """Yield each phase of steps [first_step, end_step) with (first, end) of each dataset's samples in it.
-
-        A phase with skipped samples comes several times.
-        """
+    def taken(self, first_step: int, end_step: int) -> Iterator[tuple[Phase, dict[str, list[Range]]]]:
+        """Yield each phase of steps [first_step, end_step) with the ranges of each dataset's numbers used in it."""
         ends = [*(phase.first_step for phase in self.phases[1:]), end_step]
-        for number, (phase, phase_end) in enumerate(zip(self.phases, ends, strict=True)):
-            for begin, end in self._ranges(max(first_step, phase.first_step), min(end_step, phase_end)):
-                before, after = (self._counts(number, sample) for sample in (begin, end))
-                yield phase, {name: (before[name], after[name]) for name in phase.base_counts}
+        for index, (phase, phase_end) in enumerate(zip(self.phases, ends, strict=True)):
+            first, end = max(first_step, phase.first_step), min(end_step, phase_end)
+            if first < end:
+                last = self.first_sample(end - 1) + phase.global_batch_size
+                before, after = self._positions(index, self.first_sample(first)), self._positions(index, last)
+                yield phase, {name: list(self._skipped_of(name).used(before[name], after[name])) for name in self.names}
 
-    def counts_before_step(self, step: int) -> dict[str, int]:
-        """Count the samples of each dataset, given or skipped, before a step."""
-        return self._counts(self._phase_of_step(step), self.first_sample(step))
+    def positions_before_step(self, step: int) -> dict[str, int]:
+        """Return the position of each dataset before a step."""
+        return self._positions(self._phase_of_step(step), self.first_sample(step))
+
+    def counts_before_step(self, step: int) -> dict[str, LengthCounts]:
+        """Return the position of each dataset before a step, with the sequence length of its samples."""
+        seq_length = self.phases[self._phase_of_step(step)].seq_length
+        return {name: [[seq_length, position]] for name, position in self.positions_before_step(step).items()}
 
     def phase_from(self, step: int, wanted: Phase) -> Phase:
         """Return a phase from a step of the last phase on, with the weights and batch size of `wanted`.
 
         Every dataset continues at its position at that step.
         """
-        return self._phase_at(self.first_sample(step), step, wanted)
-
-    def can_precede(self, phase: Phase) -> bool:
-        """Return whether a phase may follow this mixture.
-
-        It begins between the last sample that an earlier step used and the next one that is not skipped. Samples in
-        between count in the new phase if they were skipped after it began.
-        """
-        last = self.phases[-1]
-        if phase.first_step < last.first_step:
-            return False
-        earliest = last.first_sample
-        if phase.first_step > last.first_step:
-            used = self.first_sample(phase.first_step - 1)
-            earliest = self.skipped.advance(used, last.global_batch_size - 1) + 1
-        is_between = earliest <= phase.first_sample <= self.first_sample(phase.first_step)
-        return is_between and phase == self._phase_at(phase.first_sample, phase.first_step, phase)
+        counts = {name: [[wanted.seq_length, 0]] for name in wanted.weights} | self.counts_before_step(step)
+        counts = {name: counts[name] for name in sorted(counts)}
+        return replace(wanted, first_step=step, first_sample=self.first_sample(step), base_counts=counts)
 
     def numbers(self, ranges: Iterable[Range]) -> dict[str, list[Range]]:
-        """Return the sample numbers within each dataset of ranges of global samples."""
+        """Return the numbers within each dataset of ranges of global samples."""
         borders = [*(phase.first_sample for phase in self.phases[1:]), math.inf]
-        found: dict[str, list[Range]] = {}
+        numbers: dict[str, list[Range]] = {}
         for begin, end in ranges:
-            for number, (phase, border) in enumerate(zip(self.phases, borders, strict=True)):
+            for index, (phase, border) in enumerate(zip(self.phases, borders, strict=True)):
                 low, high = max(begin, phase.first_sample), int(min(end, border))
                 if low < high:
-                    before, after = self._counts(number, low), self._counts(number, high)
+                    before, after = self._positions(index, low), self._positions(index, high)
                     for name in phase.weights:
                         if before[name] < after[name]:
-                            found.setdefault(name, []).append((before[name], after[name]))
-        return found
+                            numbers.setdefault(name, []).append((before[name], after[name]))
+        return numbers
 
-    def locate(self, numbers: Mapping[str, Iterable[Range]]) -> Skipped:
-        """Return the global samples of the last phase that have these numbers within their datasets."""
-        phase, found = self.phases[-1], list[Range]()
-        for name in numbers.keys() & phase.weights.keys():
-            base = phase.base_counts[name]
-            wanted = (each for begin, end in numbers[name] for each in range(max(begin - base, 0), end - base))
-            places = self._trees[-1].find(self.names.index(name), wanted)
-            found += [(phase.first_sample + place, phase.first_sample + place + 1) for place in places]
-        return Skipped(found)
-
-    def _phase_at(self, sample: int, step: int, wanted: Phase) -> Phase:
-        """Return a phase that begins at a sample of the last phase."""
-        counts = dict.fromkeys(wanted.weights, 0) | self._counts(len(self.phases) - 1, sample)
-        counts = {name: counts[name] for name in sorted(counts)}
-        return Phase(step, sample, wanted.global_batch_size, dict(wanted.weights), counts)
-
-    def _counts(self, number: int, sample: int) -> dict[str, int]:
-        """Count the samples of each dataset before a sample of a phase."""
-        given = self._trees[number].counts(sample - self.phases[number].first_sample)
-        bases = self._bases[number].tolist()
-        return {name: base + count for name, base, count in zip(self.names, bases, given, strict=True)}
-
-    def _ranges(self, first_step: int, end_step: int) -> Iterator[tuple[int, int]]:
-        """Yield the samples of steps [first_step, end_step) of one phase as ranges (first, end)."""
-        if first_step < end_step:
-            begin, last = self.first_sample(first_step), self.first_sample(end_step - 1)
-            # The end follows from the last sample, because skipped samples after it belong to the next step.
-            last = self.skipped.advance(last, self.global_batch_size(first_step) - 1)
-            yield from self.skipped.taken(begin, last + 1)
+    def _positions(self, index: int, sample: int) -> dict[str, int]:
+        """Return the position of each dataset before a sample of a phase."""
+        phase = self.phases[index]
+        counts = self._trees[index].counts(sample - phase.first_sample)
+        pairs = zip(self.names, counts, strict=True)
+        return {name: self._skipped_of(name).position_after(phase.base(name), count) for name, count in pairs}
 
 
 class FirstSamples(Mixture):
@@ -287,8 +260,8 @@ class FirstSamples(Mixture):
         counts: samples of each dataset.
     """
 
-    def __init__(self, counts: Mapping[str, int], global_batch_size: int) -> None:
-        super().__init__([Phase.first(global_batch_size, dict.fromkeys(counts, 1))])
+    def __init__(self, counts: Mapping[str, int], global_batch_size: int, seq_length: int) -> None:
+        super().__init__([Phase.first(global_batch_size, seq_length, dict.fromkeys(counts, 1))])
         self._counts_of_names = np.array([counts[name] for name in self.names], np.int64)
         self._ends = np.cumsum(self._counts_of_names)
 
@@ -304,11 +277,15 @@ class FirstSamples(Mixture):
         return samples, datasets, samples - (self._ends - self._counts_of_names)[datasets]
 
 
-class Skipped:
-    """Ranges of samples that a run skips, for example batches that made the loss diverge.
+def count_numbers(*ranges: Iterable[Range]) -> int:
+    """Count the numbers in ranges that do not overlap."""
+    return sum(end - begin for each in ranges for begin, end in each)
 
-    A skipped sample keeps its index and its dataset, and steps take the remaining indices in order, so earlier steps do
-    not change. `ranges` are (first, end), ascending and merged; given ranges may overlap.
+
+class SkippedNumbers:
+    """The numbers of a dataset that a run skips, for example because they made the loss diverge.
+
+    `ranges` are (first, end), ascending and merged; given ranges may overlap.
     """
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
@@ -319,20 +296,27 @@ class Skipped:
             else:
                 merged.append((begin, end))
         self.ranges = tuple(merged)
+        sizes = [end - begin for begin, end in merged]
+        self._begins = np.array([begin for begin, _ in merged], dtype=np.int64)
+        self._skipped_before = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))  # each range, then all
 
-    def advance(self, sample: int, count: int) -> int:
-        """Return the sample `count` samples after the first unskipped one at or after `sample`."""
-        for begin, end in self.ranges:
-            if end <= sample:
-                continue
-            if sample + count < begin:
-                break
-            count -= max(begin - sample, 0)
-            sample = end
-        return sample + count
+    def rank(self, position: int) -> int:
+        """Count the used numbers before a position, which is not inside a range."""
+        return position - int(self._skipped_before[self._begins.searchsorted(position)])
 
-    def taken(self, begin: int, end: int) -> Iterator[Range]:
-        """Yield the unskipped parts of [begin, end), ascending and not empty."""
+    def number(self, ranks: np.ndarray) -> np.ndarray:
+        """Return the used numbers with these ranks, [n] int64."""
+        ranges_before = (self._begins - self._skipped_before[:-1]).searchsorted(ranks, "right")
+        numbers: np.ndarray = ranks + self._skipped_before[ranges_before]
+        return numbers
+
+    def position_after(self, position: int, count: int) -> int:
+        """Return a dataset's position after `count` used numbers from a position on."""
+        last = np.array([self.rank(position) + count - 1])
+        return position if count == 0 else int(self.number(last)[0]) + 1
+
+    def used(self, begin: int, end: int) -> Iterator[Range]:
+        """Yield the parts of [begin, end) that are not skipped, ascending and not empty."""
         for skipped_begin, skipped_end in self.ranges:
             if begin < min(skipped_begin, end):
                 yield begin, min(skipped_begin, end)
@@ -340,10 +324,5 @@ class Skipped:
         if begin < end:
             yield begin, end
 
-    def count(self, begin: int, end: int) -> int:
-        """Count the unskipped samples of [begin, end)."""
-        return sum(last - first for first, last in self.taken(begin, end))
 
-    def without(self, other: Skipped) -> list[Range]:
-        """Return the parts of the ranges that `other` does not skip."""
-        return [part for begin, end in self.ranges for part in other.taken(begin, end)]
+_NOTHING_SKIPPED = SkippedNumbers()

@@ -12,7 +12,7 @@ depend only on the block, so they are counted ahead (bin_counts.py) and made whe
 half a millisecond. A change of an algorithm changes the samples of runs, and needs a new `ALGORITHM_VERSION`.
 
 A shard is a range of whole blocks. Each pass visits its blocks, and the bins of a block, in a keyed order, which mixes
-depths of documents: both versions of the order are the same.
+depths of documents. So a pass has no keyed place to begin at.
 """
 
 from __future__ import annotations
@@ -208,6 +208,8 @@ class PackedStream(TokenStream):
     `bounds` and `first_blocks` are argument and result of `cut_blocks`; streams share `cache` and `orders`.
     """
 
+    _has_places = False
+
     def __init__(
         self,
         lengths: Lengths,
@@ -220,7 +222,7 @@ class PackedStream(TokenStream):
         cache: BinCache,
     ) -> None:
         shards = Shards(first_blocks * lengths.block_documents, bounds[first_blocks])
-        super().__init__(lengths, shards, seq_length, key, orders, version=1)
+        super().__init__(lengths, shards, seq_length, key, orders)
         self._block_bounds, self._packing, self._cache = bounds, packing, cache
         self._identity = (*self._identity, packing, seq_length)
         self.bins = shards.tokens

@@ -4,12 +4,11 @@
     shard, pass e: blocks in a keyed order, the documents of each block in a keyed order --> T tokens, then pass e + 1
     sample j of a shard: its tokens [jS, (j + 1)S) and one more, the label of the last
 
-In order version 2, each pass begins at the shard's keyed place: a token inside a document, the same one in all passes.
+Each pass begins at the shard's keyed place: a token inside a document, the same one in all passes.
 It visits the document's block first, and in it this document first, from the place on. The part before the place comes
 last, so a pass still has each token once, and the next pass continues the document: no text breaks off inside the
 stream. The first sample of a shard begins inside a document, as most samples do, and a batch mixes depths of documents.
-Positions, separators and begin tokens follow from the pieces. In version 1, which runs of earlier releases keep, each
-pass begins with a document, so all samples of the first rounds are beginnings.
+Positions, separators and begin tokens follow from the pieces.
 
 Block totals and the lengths of a sample's own block are enough to find the sample, so the cost is the same in every
 pass. Legend: S sequence length, T tokens of a shard, e pass, j sample.
@@ -24,9 +23,6 @@ import numpy as np
 
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, keyed_order
 from pretraining.data.threads import RecentlyUsed
-
-ORDER_VERSIONS = (1, 2)
-"""Orders of samples; a new run has the last one, a resumed run keeps its own."""
 
 MIN_SHARD_SAMPLES = 8
 """Minimum samples per shard; small datasets have fewer shards than `logical_shards`. A sample that is longer than its
@@ -148,8 +144,9 @@ class TokenStream:
     Args:
         key: (seed, `text_key` of the dataset).
         orders: cache that streams share.
-        version: of the order.
     """
+
+    _has_places = True
 
     def __init__(
         self,
@@ -158,15 +155,13 @@ class TokenStream:
         seq_length: int,
         key: tuple[int, int],
         orders: OrderCache,
-        version: int = ORDER_VERSIONS[-1],
     ) -> None:
         self.shards = len(shards)
         self._lengths, self._shards, self._tokens = lengths, shards, shards.tokens
         self._block_bounds = lengths.block_bounds
         self._seq_length, self._key, self._orders = seq_length, key, orders
-        self._has_places = version > 1
         self._places: dict[int, _Place] = {}
-        self._identity: tuple[Any, ...] = (key, len(shards), version)  # separates streams in a shared cache
+        self._identity: tuple[Any, ...] = (key, len(shards))  # separates streams in a shared cache
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
         """Return the pieces of samples of non-empty shards, both [rows]; each row has S + 1 tokens."""

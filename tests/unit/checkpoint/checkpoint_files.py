@@ -29,11 +29,11 @@ SHAPES = {
 }
 DATA = {
     "phases": [
-        {"first_step": 0, "first_sample": 0, "global_batch_size": 4, "weights": {"a": 1}},
-        {"first_step": 2, "first_sample": 8, "global_batch_size": 4, "weights": {"a": 1, "b": 2}},
+        {"first_step": 0, "first_sample": 0, "global_batch_size": 4, "seq_length": 64, "weights": {"a": 1}},
+        {"first_step": 2, "first_sample": 8, "global_batch_size": 4, "seq_length": 64, "weights": {"a": 1, "b": 2}},
     ],
     "datasets": {"a": {"tokens": 100}, "b": {"tokens": 1000}},
-    "counts": {"a": 1, "b": 2},
+    "counts": {"a": [[64, 1]], "b": [[64, 2]]},
     "next_sample": 12,
 }
 

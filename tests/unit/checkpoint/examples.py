@@ -30,9 +30,9 @@ def manifest_of(
 ) -> Manifest:
     data = {
         "next_sample": 12,
-        "phases": [{"first_step": 0, "first_sample": 0, "global_batch_size": 4, "weights": {"a": 1}}],
+        "phases": [{"first_step": 0, "first_sample": 0, "global_batch_size": 4, "seq_length": 8, "weights": {"a": 1}}],
         "datasets": {"a": {}},
-        "counts": {"a": 12},
+        "counts": {"a": [[8, 12]]},
         "skipped": [list(each) for each in skipped],
     }
     losses = {"loss": None, "evaluation_loss": evaluation_loss, "best_evaluation_loss": None}

@@ -45,7 +45,7 @@ FORGED: dict[str, list[Any]] = {
         ),
         *({**DATA, "datasets": {"a": {"tokens": value}}} for value in NO_COUNTS),
         *({**DATA, "next_sample": value} for value in NO_COUNTS),
-        *({**DATA, "counts": {"a": value}} for value in NO_COUNTS),
+        *({**DATA, "counts": {"a": [[64, value]]}} for value in NO_COUNTS),
         *({**DATA, "phases": [{**PHASE, "weights": {"a": value}}]} for value in NO_COUNTS),
         *({**DATA, "phases": [{**PHASE, key: value}]} for key in PHASE if key != "weights" for value in NO_COUNTS),
         *({**DATA, "phases": [{key: PHASE[key] for key in PHASE if key != gone}]} for gone in PHASE),

@@ -37,7 +37,10 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def test_the_files_load_safely_and_into_a_model_and_its_optimizer(shape: LlamaShape, tmp_path: Path) -> None:
     tensors = tensors_of(shape)
     shuffled = {name: tensors[name] for name in sorted(tensors, reverse=True)}
-    data = {**DATA, "counts": {"a": 7, "b": 40}}  # 4 passes over 100 tokens with 64 per sample, and 2 over 1,000
+    data = {
+        **DATA,
+        "counts": {"a": [[64, 7]], "b": [[64, 40]]},
+    }  # 4 passes over 100 tokens with 64 per sample, and 2 over 1,000
     manifest = manifest_of(shape, data=data)
     write_full_form(tmp_path / "c", shuffled, manifest)
     model, state, schedule, iteration = (torch.load(tmp_path / "c" / name, weights_only=True) for name in FULL_FILES)

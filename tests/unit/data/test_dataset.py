@@ -46,7 +46,7 @@ def test_without_weights_datasets_are_taken_in_proportion_to_their_tokens(tmp_pa
     made = build_loader(datasets, settings, plan(1000), 0, 0, 1000)
     made.load_state_dict({**made.state_dict(), "next_sample": 10_000})
     share = datasets.datasets[1].tokens("train") / datasets.training_tokens
-    assert made.state_dict()["counts"]["web"] == pytest.approx(10_000 * share, abs=2)
+    assert made.state_dict()["counts"]["web"][0][1] == pytest.approx(10_000 * share, abs=2)
 
 
 SMALL, FEW = [[1] * 50], [[1] * 50] * 9

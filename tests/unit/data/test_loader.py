@@ -33,7 +33,7 @@ def test_a_limit_ends_the_iteration_with_threads_too(config: DataConfig) -> None
     datasets = opened(config)
     threaded = replace(config, num_workers=3)
     for limit in (1, 4):
-        made, *_ = build_evaluation_loader(datasets, threaded, plan(4), 0, 7, 1000, "train", 4 * limit, order_version=2)
+        made, *_ = build_evaluation_loader(datasets, threaded, plan(4), 0, 7, 1000, "train", 4 * limit)
         with made:
             assert len(list(made)) == limit
             made.rewind()

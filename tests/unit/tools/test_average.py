@@ -39,7 +39,7 @@ from pretraining.tools.export import export
 from pretraining.train.plan import recorded_evaluation
 
 SHAPE = SHAPES["plain"]
-FACTS = {"held_out_fraction": 0.1, "order_version": 2, "sep_token": 0, "bos_token": None}
+FACTS = {"held_out_fraction": 0.1, "sep_token": 0, "bos_token": None}
 SETS = {EVALUATION_SETS_STATE: {"sequences": 8, "weights": {"a": 1}}}
 
 

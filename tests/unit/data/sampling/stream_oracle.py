@@ -78,7 +78,6 @@ class Oracle:
     shards: int
     seq_length: int
     key: tuple[int, int]
-    version: int = 2
 
     def shard_documents(self) -> list[list[int]]:
         """A document belongs to the shard that the position of its first token falls into."""
@@ -105,8 +104,8 @@ class Oracle:
             )
             for block in blocks
         }
-        if self.version == 1 or not documents:
-            return self.tokens_of(document for block in blocks for document in in_block[block])
+        if not documents:
+            return []
         canonical = self.tokens_of(documents)
         first, start = canonical[keyed_hash(key_of(PLACES, *self.key), shard) % len(canonical)]
         blocks = begun_at(first // self.block, blocks)

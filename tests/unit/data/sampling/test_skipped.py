@@ -1,10 +1,11 @@
-"""Skipped ranges of samples: earlier steps stay, later samples move up, and `inspect` shows it."""
+"""Skipped samples: earlier steps stay, datasets give later samples in place of skipped ones, and `inspect` shows it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,29 +13,30 @@ from unit.data.test_phases import go_on
 from unit.data.token_files import loader, make_root, opened, plan
 
 from pretraining.config.training import DataConfig
-from pretraining.data.sampling.mixture import Skipped
-from pretraining.errors import ConfigError, DataError
+from pretraining.data.loader import Loader
+from pretraining.data.sampling.mixture import SkippedNumbers, count_numbers
+from pretraining.errors import DataError
 from pretraining.tools.inspect import Inspector
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 25)).map(lambda pair: (pair[0], sum(pair))), max_size=5)
 
 
 @settings(max_examples=200)
-@given(RANGES, RANGES, st.integers(0, 80), st.integers(0, 60))
-def test_ranges_are_sets_of_samples(
-    ranges: list[tuple[int, int]], others: list[tuple[int, int]], sample: int, count: int
-) -> None:
-    skipped, other = Skipped(ranges), Skipped(others)
+@given(RANGES, st.integers(0, 80), st.integers(0, 60))
+def test_ranges_are_sets_of_numbers(ranges: list[tuple[int, int]], position: int, count: int) -> None:
+    skipped = SkippedNumbers(ranges)
     left_out = {each for begin, end in ranges for each in range(begin, end)}
-    taken = [each for each in range(sample, 400) if each not in left_out]
-    assert skipped.advance(sample, count) == taken[count]
-    end = sample + count
-    parts = list(skipped.taken(sample, end))
-    assert [each for first, last in parts for each in range(first, last)] == [each for each in taken if each < end]
-    assert all(first < last for first, last in parts)
-    assert skipped.count(sample, end) == sum(each < end for each in taken)
-    gone = {each for begin, end in others for each in range(begin, end)}
-    assert [each for first, last in skipped.without(other) for each in range(first, last)] == sorted(left_out - gone)
+    used = [each for each in range(400) if each not in left_out]
+    assert skipped.number(np.arange(200)).tolist() == used[:200]
+    position = used[position]  # follows a used number, or is one
+    rank = skipped.rank(position)
+    assert rank == used.index(position)
+    assert skipped.position_after(position, count) == (used[rank + count - 1] + 1 if count else position)
+    parts = list(skipped.used(position, position + count))
+    assert [each for first, last in parts for each in range(first, last)] == [
+        each for each in used if position <= each < position + count
+    ]
+    assert all(first < last for first, last in parts) and count_numbers(ranges[:1]) == len(range(*[*ranges, (0, 0)][0]))
 
 
 @pytest.fixture
@@ -43,23 +45,41 @@ def config(tmp_path: Path) -> DataConfig:
     return DataConfig(data_path=str(root), seq_length=16, sep_token=999, logical_shards=4, num_workers=2)
 
 
+def numbers_of(made: Loader, step: int) -> list[tuple[int, int]]:
+    """Return dataset and number of each sample of a step."""
+    _, datasets, numbers = made.reader.mixture.assign_step(step)
+    return sorted(zip(datasets.tolist(), numbers.tolist(), strict=True))
+
+
 def test_a_range_given_at_a_resume_is_logged_skipped_and_saved(config: DataConfig) -> None:
     with loader(config, plan(8)) as plain, loader(config, plan(8)) as begun:
         _, state = go_on([begun], None, 2)
         asked = replace(config, skip_samples=("24-31", "33"))
         with loader(asked, plan(8)) as skipping:
-            assert skipping.state_dict()["skipped"] == [[24, 32], [33, 34]]
             skipping.load_state_dict(state)
-            assert skipping.changes_at_resume == ("skipped: samples 24-31", "skipped: samples 33-33")
+            assert skipping.changes_at_resume == ("skipped: samples 24-31, 33-33",)
             taken, middle = go_on([skipping], None, 4)
             expected, _ = go_on([plain], None, 9)
             assert taken[0] == expected[2]
-            wanted = [*range(16, 24), 32, *range(34, 57)]
-            assert [s for step in range(2, 6) for s in sorted(skipping.reader.slots(step).samples.tolist())] == wanted
+            gone = set(plain.reader.mixture.assign_step(3)[0].tolist()) | {33}
+            assert gone == {*range(24, 32), 33}
+            left_out = {*numbers_of(plain, 3), pair_of(plain, 33)}
+            used = [pair for step in range(2, 6) for pair in numbers_of(skipping, step)]
+            assert not left_out & {*used} and {
+                pair for step in (2, 4) for pair in numbers_of(plain, step)
+            } - left_out < {*used}
         with loader(config, plan(8)) as later, loader(asked, plan(8)) as again:  # with the flag or without it
             first, last = go_on([later], middle, 3)
             assert (first, last) == go_on([again], middle, 3)
-            assert last["skipped"] == [[24, 32], [33, 34]] and again.changes_at_resume == ()
+            assert last["skip_samples"] == [[24, 32], [33, 34]] and again.changes_at_resume == ()
+            assert sum(end - begin for ranges in last["skipped"].values() for begin, end in ranges) == 9
+
+
+def pair_of(made: Loader, sample: int) -> tuple[int, int]:
+    """Return dataset and number of a sample."""
+    samples, datasets, numbers = made.reader.mixture.assign_step(made.reader.mixture.step_of_sample(sample))
+    (place,) = np.flatnonzero(samples == sample)
+    return int(datasets[place]), int(numbers[place])
 
 
 def test_trained_samples_cannot_be_skipped(config: DataConfig) -> None:
@@ -69,12 +89,14 @@ def test_trained_samples_cannot_be_skipped(config: DataConfig) -> None:
         made.load_state_dict(state)
 
 
-def test_inspect_respects_skipped_samples(config: DataConfig) -> None:
+def test_inspect_shows_what_is_used_in_place_of_skipped_samples(config: DataConfig) -> None:
     asked = replace(config, skip_samples=("4-11",), num_workers=0)
-    inspector = Inspector(loader(asked, plan(8)).reader, opened(asked), 16)
-    assert [inspector.step_of_sample(sample) for sample in (0, 3, 12, 15, 16)] == [1, 1, 1, 1, 2]
-    with pytest.raises(ConfigError):
-        inspector.step_of_sample(7)
-    assert sorted(slot.sample_id for slot in inspector.slots(1)) == [0, 1, 2, 3, 12, 13, 14, 15]
+    made, plain = loader(asked, plan(8)), loader(replace(config, num_workers=0), plan(8))
+    inspector = Inspector(made.reader, opened(asked), 16)
+    assert [inspector.step_of_sample(sample) for sample in (0, 7, 8, 16)] == [1, 1, 2, 3]
+    assert sorted(slot.sample_id for slot in inspector.slots(1)) == [*range(8)]
+    left_out = {pair_of(plain, sample) for sample in range(4, 12)}
+    assert not left_out & {*numbers_of(made, 0), *numbers_of(made, 1)}
+    assert numbers_of(made, 0)[0] == numbers_of(plain, 0)[0]
     summary = inspector.summary(1, 3)
     assert sum(each.samples for each in summary) == 24 and abs(sum(each.realised for each in summary) - 1) < 1e-9

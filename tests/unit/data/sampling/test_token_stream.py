@@ -11,7 +11,6 @@ from unit.data.sampling.stream_oracle import Oracle, Place, in_rounds
 from pretraining.data.sampling import sample_order
 from pretraining.data.sampling.sample_order import SampleOrder
 from pretraining.data.sampling.token_stream import (
-    ORDER_VERSIONS,
     Shards,
     Spans,
     TokenStream,
@@ -51,15 +50,13 @@ def spans_of(made: TokenStream, shard: int, sample: int) -> Spans:
     return made.spans(np.array([shard]), np.array([sample]))
 
 
-def stream(
-    lengths: list[int], block: int, shards: int, seq_length: int, version: int = 2
-) -> tuple[TokenStream, Shards, Oracle]:
+def stream(lengths: list[int], block: int, shards: int, seq_length: int) -> tuple[TokenStream, Shards, Oracle]:
     known = KnownLengths(lengths, block)
     cut = cut_shards(known, shards)
     return (
-        TokenStream(known, cut, seq_length, KEY, order_cache(), version),
+        TokenStream(known, cut, seq_length, KEY, order_cache()),
         cut,
-        Oracle(lengths, block, shards, seq_length, KEY, version),
+        Oracle(lengths, block, shards, seq_length, KEY),
     )
 
 
@@ -69,15 +66,13 @@ LENGTHS = st.lists(
 
 
 @settings(max_examples=150)
-@given(LENGTHS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.integers(1, 20), st.sampled_from(ORDER_VERSIONS))
-@example([5], 4, 7, 3, 2)  # fewer documents than shards
-@example([3, 0, 0, 2], 2, 2, 19, 2)  # shards shorter than a sample
-@example([100, 1, 1], 2, 3, 7, 2)  # a document much longer than a sample
-@example([0, 0, 1, 0], 2, 1, 1, 2)
-def test_samples_are_those_of_the_oracle(
-    lengths: list[int], block: int, shards: int, seq_length: int, version: int
-) -> None:
-    made, cut, oracle = stream(lengths, block, shards, seq_length, version)
+@given(LENGTHS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.integers(1, 20))
+@example([5], 4, 7, 3)  # fewer documents than shards
+@example([3, 0, 0, 2], 2, 2, 19)  # shards shorter than a sample
+@example([100, 1, 1], 2, 3, 7)  # a document much longer than a sample
+@example([0, 0, 1, 0], 2, 1, 1)
+def test_samples_are_those_of_the_oracle(lengths: list[int], block: int, shards: int, seq_length: int) -> None:
+    made, cut, oracle = stream(lengths, block, shards, seq_length)
     expected: dict[tuple[int, int], list[Place]] = {}
     for shard, tokens in enumerate(cut.tokens.tolist()):
         passes = 3 if tokens >= seq_length else -(-3 * seq_length // max(tokens, 1))
@@ -117,19 +112,14 @@ def test_small_datasets_are_cut_into_fewer_shards(tokens: int, expected: int) ->
 
 
 def test_the_samples_of_a_step_come_from_all_depths_of_their_documents() -> None:
-    """42 plays with sequences of 256: in order version 1, all spans of steps 1 to 11 begin at 0, then at 256, ..."""
+    """42 plays with sequences of 256: a pass does not begin with a document."""
     lengths = np.random.default_rng(3).integers(6_600, 9_600, 42).tolist()
-    depths = {}
-    for version in ORDER_VERSIONS:
-        made, cut, _ = stream(lengths, 1024, 42, 256, version)
-        filled = np.flatnonzero(cut.tokens)
-        starts = made.spans(filled, np.zeros(len(filled), dtype=np.int64))
-        depths[version] = np.sort(
-            starts.starts[starts.first_spans[:-1]] / np.array(lengths)[starts.documents[starts.first_spans[:-1]]]
-        )
-    assert not depths[1].any()
-    even = np.linspace(0, 1, len(depths[2]))
-    assert len(depths[2]) > 40 and np.abs(depths[2] - even).max() < 0.2  # Kolmogorov-Smirnov at about 5%
+    made, cut, _ = stream(lengths, 1024, 42, 256)
+    filled = np.flatnonzero(cut.tokens)
+    spans = made.spans(filled, np.zeros(len(filled), dtype=np.int64))
+    firsts = spans.first_spans[:-1]
+    depths = np.sort(spans.starts[firsts] / np.array(lengths)[spans.documents[firsts]])
+    assert len(depths) > 40 and np.abs(depths - np.linspace(0, 1, len(depths))).max() < 0.2  # Kolmogorov-Smirnov, 5%
 
 
 TOKENS = st.lists(st.one_of(st.just(0), st.integers(0, 40), st.integers(100, 400)), min_size=1, max_size=9).filter(any)
