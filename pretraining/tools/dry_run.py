@@ -77,7 +77,7 @@ def dry_run(
         if config.checkpoint.ckpt_save_path is not None:
             on_rank_zero(lambda: _check_folder(config, start))
         opened = open_run(config, start, Job(processes, requests, threads=threads), index_folder=folder)
-        plan = plan_run(config, start, opened)
+        plan = on_every_rank(lambda: plan_run(config, start, opened))
         on_rank_zero(lambda: check_trackers(config))
         log_plan(plan)
         on_every_rank(requests.raise_if_signalled)

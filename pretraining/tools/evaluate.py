@@ -6,6 +6,7 @@ sharded model, the same batches and tasks as evaluations in training -> Checkpoi
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,10 +34,13 @@ from pretraining.observability.metrics import Metrics, MetricsHook
 from pretraining.train.build import build_model
 from pretraining.train.complete import find_and_complete
 from pretraining.train.job import join_job
-from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
-from pretraining.train.opening import build_run_dims, check_kernels
+from pretraining.train.open_data import byte_lengths, open_data
+from pretraining.train.opening import Opened, build_run_dims, check_kernels
 from pretraining.train.plan import recorded_evaluation
+from pretraining.train.plan_evaluation import plan_evaluation
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,11 @@ def _evaluate(
         record = replace(record, sequences=None)  # another number of batches is asked for
     tasks = open_tasks(config, processes, dims, newest.config.data.seq_length if trained else 0)
     own = open_evaluators(config, evaluators)
-    sources, _ = open_evaluation_sources(config, data, batch, processes, dims, record, (tasks, own))
+    opened = Opened(config, processes, dims, data, tasks, own)
+    planned = on_every_rank(lambda: plan_evaluation(opened, batch, record))
+    for line in planned.notes:
+        log.info("%s", line)
+    sources = planned.sources
     model = build_model(shape, config, dims, device)
     start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)

@@ -225,7 +225,7 @@ def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
         GUARDS_STATE: guards,
         EVALUATION_STATE: evaluator,
         SCHEDULE_STATE: plan.learning_rate,
-        EVALUATION_SETS_STATE: plan.evaluation,
+        EVALUATION_SETS_STATE: plan.evaluation.record,
         REPORT_STATE: context.collector,
         TRACKERS_STATE: observer.trackers,
     }
@@ -316,10 +316,10 @@ def _build_evaluator(
     plan: Plan, context: StepContext, observer: Observer, should_stop: Callable[[], bool]
 ) -> Evaluator:
     evaluation, opened = plan.config.evaluation, plan.opened
-    table_V = byte_lengths(plan.config, plan.processes, plan.shape.vocab_size) if plan.sources else None
+    table_V = byte_lengths(plan.config, plan.processes, plan.shape.vocab_size) if plan.evaluation.sources else None
     return Evaluator(
         model=context.model.module,
-        sources=plan.sources,
+        sources=plan.evaluation.sources,
         device=context.device,
         interval=Interval(evaluation.eval_interval, plan.training_tokens),
         observer=observer,

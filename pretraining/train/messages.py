@@ -73,6 +73,8 @@ def log_plan(plan: Plan) -> None:
         ],
         "run folder": [config.checkpoint.ckpt_save_path or "none: nothing is saved"],
     }
+    for line in plan.evaluation.notes:
+        log.info("%s", line)
     for name, lines in lines_of.items():
         for index, line in enumerate(lines):
             log.info("%-11s %s", "" if index else name, line)

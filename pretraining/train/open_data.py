@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,12 +17,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig, TrainConfig
-from pretraining.config.variants import resolve_shape
 from pretraining.data.batch import StepBatch
 from pretraining.data.dataset import (
-    build_evaluation_loader,
     build_indices,
     is_indexed,
     open_datasets,
@@ -32,16 +29,12 @@ from pretraining.data.dataset import (
 )
 from pretraining.data.evaluation_sets import EvaluationFolder, find_evaluation_folders
 from pretraining.data.loader import Loader
-from pretraining.data.samples import OpenedDatasets, Samples, SplitName
+from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index_files import find_index, receive_index
 from pretraining.data.tokenizer import load_fitting_tokenizer
-from pretraining.distributed.dims import Dims
 from pretraining.distributed.processes import Processes, gather_from_every_rank, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError, DataError, PretrainError
-from pretraining.evaluation.evaluators import Evaluators
-from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
-from pretraining.evaluation.tasks import Tasks
 from pretraining.text import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
@@ -145,97 +138,6 @@ def _share_index(files: DatasetFiles, config: DataConfig, processes: Processes) 
     on_every_rank(share)
 
 
-def open_evaluation_sources(
-    config: TrainConfig,
-    data: OpenedData,
-    batch: BatchSizes,
-    processes: Processes,
-    dims: Dims,
-    record: EvaluationRecord,
-    deciders: Sequence[Tasks | Evaluators | None] = (),
-) -> tuple[list[EvaluationSource], EvaluationRecord]:
-    """Open the evaluation sets: the held-out documents of all datasets, and each folder of `--eval_datasets`.
-
-    Called at the start, so that a set with too few documents fails early.
-
-    Args:
-        record: of the first start of the run; empty in a new run, and in a run that recorded no sets.
-        deciders: what has other numbers that `--best_by` may name.
-
-    Returns:
-        The sources, and the record for the run's checkpoints.
-
-    Raises:
-        DataError: a set has too few tokens for one sample.
-        ConfigError: `--best_by` names no set and nothing of the deciders, or a set that gets no sequence of
-            `eval_batches`.
-    """
-    asked = config.evaluation.eval_batches * batch.global_batch_size
-    sequences = asked if record.sequences is None else record.sequences
-    weights, contents, vocab_size = record.weights, dict(record.contents), resolve_shape(config.model).vocab_size
-    rank, seed, group = dims.data_rank, config.run.seed, dims.context_group
-    parts: list[tuple[OpenedDatasets | None, DataConfig, SplitName, str | None]] = []
-    if config.data.held_out_fraction > 0:
-        parts.append((data.training, config.data, "held_out", None))
-    parts += [(opened, folder.config, "train", folder.name) for folder, opened in data.folders]
-    sources: list[EvaluationSource] = []
-    counts: dict[str, int] = {}
-    for opened, settings, split, named in parts:
-        open_loader = partial(
-            build_evaluation_loader, opened, settings, batch, rank, seed, vocab_size, split, sequences, group
-        )
-        loader, found, weights_now = on_every_rank(open_loader)
-        kept = weights if weights.keys() == weights_now.keys() else weights_now
-        weights = kept if named is None else weights
-        # The sequences of a set are the first of its order, so these values determine them.
-        common = {"seq_length": settings.seq_length, "document_mask": settings.document_mask}
-        sets = {named or each.name: each for each in loader.reader.sources}
-        counts.update((name, found[each.name]) for name, each in sets.items())
-        definitions = tuple(
-            {**common, "data": each.fingerprint, "sequences": counts[name], **_other_content(contents, name, each)}
-            for name, each in sets.items()
-        )
-        shares = tuple(kept[each.name] for each in sets.values())
-        sources.append(EvaluationSource(tuple(sets), _batch_opener(loader, processes), shares, definitions))
-    _check_best_by(config, counts, [each for each in deciders if each is not None])
-    for name in (name for name, count in counts.items() if count == 0):
-        log.info(
-            "evaluation set %s gets none of the %d sequences of an evaluation, so it has no scores", name, sequences
-        )
-    if not sources:
-        return [], record
-    if sequences != asked:
-        log.info("evaluations read %d sequences, as since the first start, not %d (--eval_batches)", sequences, asked)
-    return sources, EvaluationRecord(sequences, weights, contents)
-
-
-def _other_content(contents: dict[str, str], name: str, samples: Samples) -> dict[str, str]:
-    """Return the content of a set as a part of its definition, if it was another one at the first start.
-
-    Args:
-        contents: of the sets at the first start; a set that is not in it is added.
-    """
-    if not samples.content or contents.setdefault(name, samples.content) == samples.content:
-        return {}
-    changes = f" ({samples.changes})" if samples.changes else ""
-    log.info("evaluation set %s has other files than at the first start%s: it is another set", name, changes)
-    return {"content": samples.content}
-
-
-def _check_best_by(config: TrainConfig, counts: dict[str, int], deciders: Sequence[Tasks | Evaluators]) -> None:
-    best_by = config.evaluation.best_by
-    if best_by is None or counts.get(best_by):
-        return
-    if best_by in counts or not deciders:
-        raise ConfigError(
-            f"--best_by={best_by} gets no sequence of --eval_batches={config.evaluation.eval_batches} batches; the "
-            f"evaluation sets are {', '.join(counts)}"
-        )
-    if all(each.best_by(best_by) is None for each in deciders):
-        there = [*counts, *(name for each in deciders for name in each.names())]
-        raise ConfigError(f"--best_by={best_by} is none of what evaluations find: {', '.join(there)}")
-
-
 def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> torch.Tensor | None:
     """Return the text bytes of each token, [V] on the device; None if no tokenizer tells them."""
     path = config.data.tokenizer_path
@@ -247,7 +149,7 @@ def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> 
     return table_V.to(processes.device)
 
 
-def _batch_opener(loader: Loader, processes: Processes) -> Callable[[], AbstractContextManager[Iterable[StepBatch]]]:
+def batch_opener(loader: Loader, processes: Processes) -> Callable[[], AbstractContextManager[Iterable[StepBatch]]]:
     """Return a context manager that yields the loader's batches from the first one."""
 
     @contextmanager

@@ -22,13 +22,13 @@ from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.dims import Dims
-from pretraining.distributed.processes import Processes, on_every_rank
+from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError, DamagedError
-from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource, definition_of
+from pretraining.evaluation.held_out import EvaluationRecord, definition_of
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import BestBy, Progress, TokenSchedule, TrainState
-from pretraining.train.open_data import open_evaluation_sources
 from pretraining.train.opening import Opened
+from pretraining.train.plan_evaluation import EvaluationPlan, plan_evaluation
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Plan:
         rollback: None = the run has not diverged in this start.
         loads_optimizer: whether to load the optimizer state of the start point, too.
         token_schedule: tokens per step, including the steps before the start point.
-        sources: evaluation sets.
-        evaluation: what checkpoints record of the evaluation sets.
+        evaluation: evaluation sets, and what checkpoints record of them.
     """
 
     config: TrainConfig
@@ -69,8 +68,7 @@ class Plan:
     token_schedule: TokenSchedule
     learning_rate: LearningRate
     loader: Loader
-    sources: list[EvaluationSource]
-    evaluation: EvaluationRecord
+    evaluation: EvaluationPlan
     state: TrainState
 
     @property
@@ -92,7 +90,7 @@ class Plan:
     def best_task(self) -> BestBy | None:
         """Metric of a task or number of an evaluator that decides which checkpoint is best; None = the loss decides."""
         name = self.config.evaluation.best_by
-        if name is None or any(name in source.sets for source in self.sources):
+        if name is None or any(name in source.sets for source in self.evaluation.sources):
             return None
         found = (each.best_by(name) for each in (self.opened.tasks, self.opened.evaluators) if each is not None)
         return next((each for each in found if each is not None), None)
@@ -105,7 +103,7 @@ class Plan:
     @property
     def best_definition(self) -> str | None:
         """Definition of the evaluation sets whose loss counts."""
-        return definition_of(self.sources, self.best_set)
+        return definition_of(self.evaluation.sources, self.best_set)
 
     @property
     def restored(self) -> CheckpointRef | None:
@@ -126,7 +124,7 @@ class Plan:
 def plan_run(
     config: TrainConfig, start: CheckpointRef | None, opened: Opened, rollback: Rollback | None = None
 ) -> Plan:
-    """Plan a run from its start point.
+    """Plan a run from its start point; pure: what is open changes nothing until it is built.
 
     Args:
         config: complete settings.
@@ -141,18 +139,14 @@ def plan_run(
     restored = None if start is None or start.weights_only else start
     saved = restored.manifest if restored is not None else Manifest()  # before the first step
     batch = resolve_batch_sizes(config.batch, dims.data, saved.global_batch_size or None)
-    loader = on_every_rank(
-        lambda: build_loader(
-            data, config.data, batch, dims.data_rank, config.run.seed, shape.vocab_size, group=dims.context_group
-        )
+    loader = build_loader(
+        data, config.data, batch, dims.data_rank, config.run.seed, shape.vocab_size, group=dims.context_group
     )
     if restored is not None:
-        on_every_rank(lambda: loader.load_state_dict(saved.data))
+        loader.load_state_dict(saved.data)
     if rollback is not None:
         loader.skip(rollback.skipped)
-    sources, record = open_evaluation_sources(
-        config, opened.data, batch, opened.processes, dims, recorded_evaluation(saved), (opened.tasks, opened.evaluators)
-    )
+    evaluation = plan_evaluation(opened, batch, recorded_evaluation(saved))
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )
@@ -171,8 +165,7 @@ def plan_run(
         token_schedule=token_schedule,
         learning_rate=learning_rate,
         loader=loader,
-        sources=sources,
-        evaluation=record,
+        evaluation=evaluation,
         state=_initial_state(config, token_schedule, training_tokens, saved, rollback),
     )
 

@@ -44,6 +44,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.processes import (
     Processes,
+    on_every_rank,
     on_rank_zero,
 )
 from pretraining.errors import DamagedError, DivergenceError, Interrupted, Preempted
@@ -172,7 +173,8 @@ def train_with_rollbacks(given: TrainConfig, job: Job) -> Run:
         opened = open_run(config, start, job, opened)
         with explain_out_of_memory(config, opened.dims, job.processes):
             try:
-                run = build_run(plan_run(config, start, opened, excluded.rollback), job)
+                plan = on_every_rank(partial(plan_run, config, start, opened, excluded.rollback))
+                run = build_run(plan, job)
             except DamagedError as error:
                 excluded = excluded.with_damaged(start, error)
                 continue
