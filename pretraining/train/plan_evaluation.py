@@ -1,0 +1,192 @@
+"""Plan of the evaluations of a run: the held-out documents of all datasets, and each folder of `--eval_datasets`.
+
+    what is open, record of the first start -> `plan_evaluation` -> sources with their definitions, record, lines to log
+
+The sequences of a set are the first of its order, so data, sequence length, document mask and number of sequences
+determine them: they are the definition of the set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pretraining.config.batch_sizes import BatchSizes
+from pretraining.config.training import DataConfig
+from pretraining.config.variants import resolve_shape
+from pretraining.data.dataset import build_evaluation_loader
+from pretraining.data.evaluation_sets import EvaluationFolder
+from pretraining.data.loader import Loader
+from pretraining.data.samples import OpenedDatasets, Samples
+from pretraining.errors import ConfigError
+from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
+from pretraining.train.open_data import batch_opener
+from pretraining.train.opening import Opened
+
+LoaderOpener = Callable[..., tuple[Loader, dict[str, int], dict[str, int]]]
+"""`build_evaluation_loader` with what all sets share."""
+
+
+@dataclass(frozen=True)
+class PlannedSource:
+    """A source of evaluation sets.
+
+    Attributes:
+        samples: of each set, by name.
+        counts: sequences of each set, by name.
+    """
+
+    source: EvaluationSource
+    samples: dict[str, Samples]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Evaluation sets of a run.
+
+    Attributes:
+        record: for the run's checkpoints.
+        notes: lines to log.
+    """
+
+    sources: list[EvaluationSource] = field(default_factory=list)
+    record: EvaluationRecord = field(default_factory=EvaluationRecord)
+    notes: tuple[str, ...] = ()
+
+
+def plan_evaluation(opened: Opened, batch: BatchSizes, first: EvaluationRecord) -> EvaluationPlan:
+    """Plan the evaluation sets; they are planned at the start, so that a set with too few documents fails early.
+
+    Args:
+        first: record of the first start of the run; empty in a new run, and in a run that recorded no sets.
+
+    Raises:
+        DataError: a set has too few tokens for one sample.
+        ConfigError: `--best_by` names no set, task or evaluator, or a set that gets no sequence of `eval_batches`.
+    """
+    config, dims = opened.config, opened.dims
+    asked = config.evaluation.eval_batches * batch.global_batch_size
+    sequences = asked if first.sequences is None else first.sequences
+    open_loader = partial(
+        build_evaluation_loader,
+        plan=batch,
+        rank=dims.data_rank,
+        seed=config.run.seed,
+        vocab_size=resolve_shape(config.model).vocab_size,
+        sequences=sequences,
+        group=dims.context_group,
+    )
+    planned, weights = [], first.weights
+    if config.data.held_out_fraction > 0:
+        held_out, weights = _held_out_source(opened, open_loader, first)
+        planned.append(held_out)
+    planned += [
+        _folder_source(opened, folder, datasets, open_loader, first) for folder, datasets in opened.data.folders
+    ]
+    counts = {name: count for part in planned for name, count in part.counts.items()}
+    _check_best_by(opened, counts)
+    if not planned:
+        return EvaluationPlan(record=first)
+    samples = {name: each for part in planned for name, each in part.samples.items()}
+    notes = [
+        f"evaluation set {name} gets none of the {sequences} sequences of an evaluation, so it has no scores"
+        for name, count in counts.items()
+        if count == 0
+    ]
+    notes += [line for name, each in samples.items() if (line := _describe_change(name, each, first)) is not None]
+    if sequences != asked:
+        notes.append(f"evaluations read {sequences} sequences, as since the first start, not {asked} (--eval_batches)")
+    contents = {name: content for name, each in samples.items() if (content := _content(each))}
+    record = EvaluationRecord(sequences, weights, {**contents, **first.contents})
+    return EvaluationPlan([part.source for part in planned], record, tuple(notes))
+
+
+def _held_out_source(
+    opened: Opened, open_loader: LoaderOpener, first: EvaluationRecord
+) -> tuple[PlannedSource, dict[str, int]]:
+    """Return the source of the held-out documents, a set per dataset, and their weights since the first start."""
+    config = opened.config.data
+    loader, counts, weights_now = open_loader(opened.data.training, config, split="held_out")
+    weights = first.weights if first.weights.keys() == weights_now.keys() else weights_now
+    samples = {each.name: each for each in loader.reader.sources}
+    shares = tuple(weights[name] for name in samples)
+    return _planned(opened, loader, config, samples, counts, shares, first), weights
+
+
+def _folder_source(
+    opened: Opened,
+    folder: EvaluationFolder,
+    datasets: OpenedDatasets,
+    open_loader: LoaderOpener,
+    first: EvaluationRecord,
+) -> PlannedSource:
+    """Return the source of a folder of `--eval_datasets`, which is one set."""
+    loader, counts, _ = open_loader(datasets, folder.config, split="train")
+    [samples] = loader.reader.sources
+    count = counts[samples.name]
+    return _planned(opened, loader, folder.config, {folder.name: samples}, {folder.name: count}, (1,), first)
+
+
+def _planned(
+    opened: Opened,
+    loader: Loader,
+    config: DataConfig,
+    samples: dict[str, Samples],
+    counts: dict[str, int],
+    weights: tuple[int, ...],
+    first: EvaluationRecord,
+) -> PlannedSource:
+    definitions = tuple(_definition(config, name, each, counts[name], first) for name, each in samples.items())
+    source = EvaluationSource(tuple(samples), batch_opener(loader, opened.processes), weights, definitions)
+    return PlannedSource(source, samples, counts)
+
+
+def _definition(
+    config: DataConfig, name: str, samples: Samples, sequences: int, first: EvaluationRecord
+) -> dict[str, Any]:
+    """Return everything that the loss on a set depends on besides the model, as JSON values."""
+    definition = {
+        "seq_length": config.seq_length,
+        "document_mask": config.document_mask,
+        "data": samples.fingerprint,
+        "sequences": sequences,
+    }
+    return definition | ({"content": _content(samples)} if _is_changed(name, samples, first) else {})
+
+
+def _is_changed(name: str, samples: Samples, first: EvaluationRecord) -> bool:
+    """Return whether the files of a set have other content than at the first start that knew the set."""
+    content = _content(samples)
+    return bool(content) and first.contents.get(name, content) != content
+
+
+def _content(samples: Samples) -> str:
+    content: str = samples.fingerprint.get("content", "")
+    return content
+
+
+def _describe_change(name: str, samples: Samples, first: EvaluationRecord) -> str | None:
+    if not _is_changed(name, samples, first):
+        return None
+    changes = f" ({samples.changes})" if samples.changes else ""
+    return f"evaluation set {name} has other files than at the first start{changes}: it is another set"
+
+
+def _check_best_by(opened: Opened, counts: dict[str, int]) -> None:
+    """Raise a ConfigError unless `--best_by` names a set with sequences, or a number of a task or an evaluator."""
+    evaluation = opened.config.evaluation
+    best_by = evaluation.best_by
+    deciders = [each for each in (opened.tasks, opened.evaluators) if each is not None]
+    if best_by is None or counts.get(best_by):
+        return
+    if best_by in counts or not deciders:
+        raise ConfigError(
+            f"--best_by={best_by} gets no sequence of --eval_batches={evaluation.eval_batches} batches; the "
+            f"evaluation sets are {', '.join(counts)}"
+        )
+    if all(decider.best_by(best_by) is None for decider in deciders):
+        there = [*counts, *(name for decider in deciders for name in decider.names())]
+        raise ConfigError(f"--best_by={best_by} is none of what evaluations find: {', '.join(there)}")
