@@ -55,7 +55,6 @@ from pretraining.evaluation.tasks import open_tasks
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import name_user
-from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.environment import record_environment
 from pretraining.observability.events import Events
 from pretraining.observability.metrics import MetricsHook
@@ -306,7 +305,6 @@ def join_job(
             parallel=config.parallel,
         ) as processes,
         nullcontext() if is_embedded and layout.world_size == 1 else Watchdog(config.guard, processes),
-        leaving_cores_to_others(torch.get_num_threads()) if processes.device.type == "cpu" else nullcontext(),
     ):
         if is_embedded and layout.world_size > 1:
             keep_store_of_job()
