@@ -5,8 +5,11 @@
                                           groups and SLURM job, divided among the job's processes on the machine
 
 The number of threads changes the last bits of sums, so it must not depend on the machine's load. Checkpoints store the
-number, and a resumed run uses it again if it fits. How threads wait for each other does not change sums, and does
-follow the load (shared_cores.py).
+number, and a resumed run uses it again if it fits.
+
+At the end of a parallel region, threads of GNU's OpenMP (part of torch) spin until the others are done, by default
+300,000 iterations. Beside another program that wants the same cores, threads that spin take the cores from threads that
+compute, so here they spin 2,000 iterations and then sleep (docs/performance.md). Sums stay the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from pretraining.launch.layout import ProcessLayout, read_variable
 from pretraining.launch.machine import allowed_cpus, cpu_quota, is_bound_by_parent, physical_cores
 
 THREADS = "OMP_NUM_THREADS"
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Variables by which a user sets how threads wait; GNU's OpenMP reads them when torch is imported."""
+SPIN_COUNT = "2000"
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class CpuThreads:
 def set_threads(
     wanted: int | None, layout: ProcessLayout, environ: MutableMapping[str, str] = os.environ
 ) -> CpuThreads:
-    """Set the number of compute threads, before torch is imported and reads it; without effect afterwards.
+    """Set the number of compute threads and how they wait, before torch is imported; without effect afterwards.
 
     Args:
         wanted: the user's `--cpu_threads`; None = decide.
@@ -49,6 +55,8 @@ def set_threads(
         return CpuThreads(fitting, is_chosen=False)
     if wanted is not None or is_chosen:
         environ[THREADS] = str(wanted or fitting)
+    if not any(environ.get(name) for name in WAITING):
+        environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     return CpuThreads(fitting, is_chosen)
 
 

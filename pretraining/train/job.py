@@ -12,8 +12,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch
-
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.fields import settings_of, values_of
@@ -34,7 +32,6 @@ from pretraining.errors import ConfigError
 from pretraining.evaluation.evaluators import UserEvaluator
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
-from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.metrics import MetricsHook
 from pretraining.text import list_some
 from pretraining.train.preemption import StopRequests
@@ -98,7 +95,6 @@ def join_job(
             parallel=config.parallel,
         ) as processes,
         nullcontext() if is_embedded and layout.world_size == 1 else Watchdog(config.guard, processes),
-        leaving_cores_to_others(torch.get_num_threads()) if processes.device.type == "cpu" else nullcontext(),
     ):
         if is_embedded and layout.world_size > 1:
             keep_store_of_job()

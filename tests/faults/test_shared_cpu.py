@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,14 +15,14 @@ import pytest
 from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 from training_runs import TINY, reports_of
 
+from pretraining.launch.cpu_threads import WAITING
 from pretraining.launch.machine import CGROUPS, physical_cores
-from pretraining.launch.shared_cores import WAITING
 
-PREEMPTED = 75
 STEPS = 4
-LINE = "other programs use these cores, too"
+SHORT_SPIN = "GOMP_SPINCOUNT = '2000'"
+"""Line of GNU's OpenMP about itself, with OMP_DISPLAY_ENV."""
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says who waits for a core")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch brings GNU's OpenMP on Linux")
 
 
 def command(run: Path, *flags: str) -> list[str]:
@@ -44,6 +43,7 @@ def train(run: Path, *flags: str, before: Callable[[], None] | None = None, **ch
         command(run, *flags),
         env=environment,
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         preexec_fn=before,
         timeout=PATIENCE_SECONDS,
@@ -72,26 +72,33 @@ def busy_loops() -> Iterator[None]:
 
 
 @pytest.mark.thorough
-def test_beside_busy_programs_threads_wait_asleep_and_compute_the_same(tmp_path: Path) -> None:
+def test_beside_busy_programs_threads_spin_briefly_and_compute_the_same(tmp_path: Path) -> None:
     shared, alone = tmp_path / "shared", tmp_path / "alone"
-    flags = ("cpu_threads=2", "hidden_size=128", "intermediate_size=256", "seq_length=128")
+    flags = ("cpu_threads=2", "hidden_size=128", "intermediate_size=256", "seq_length=128", f"num_steps={STEPS}")
     with busy_loops():
-        training = subprocess.Popen(
-            command(shared, *flags, "num_steps=100000"), env=variables(), stdout=subprocess.PIPE, text=True
-        )
-        assert training.stdout is not None
-        said = ""
-        while LINE not in said or f"step {STEPS}/" not in said:  # it trains until both are there
-            line = training.stdout.readline()
-            assert line, said
-            said += line
-        training.send_signal(signal.SIGTERM)
-        said += training.stdout.read()
-        assert training.wait() == PREEMPTED and said.count(LINE) == 1
-    train(alone, *flags, "num_steps=100000", f"run_steps={STEPS}", GOMP_SPINCOUNT="1000")
-    losses = [[report["loss"] for report in reports_of(run)[:STEPS]] for run in (shared, alone)]
+        said = train(shared, *flags, OMP_DISPLAY_ENV="VERBOSE")
+    assert said.count(SHORT_SPIN) == 1
+    assert SHORT_SPIN not in train(alone, *flags, OMP_DISPLAY_ENV="VERBOSE", OMP_WAIT_POLICY="ACTIVE")
+    losses = [[report["loss"] for report in reports_of(run)] for run in (shared, alone)]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
     assert world_of(shared)["cpu_threads"] == 2
+
+
+@pytest.mark.thorough
+def test_every_worker_of_torchrun_and_the_console_script_spin_briefly(tmp_path: Path) -> None:
+    torchrun = [sys.executable, str(ROOT / "scripts" / "torchrun.py"), "--standalone", "--nproc-per-node=2"]
+    console = [sys.executable, "-m", "pretraining", "train"]
+    settings = command(tmp_path / "run", "num_steps=1")[1:]
+    for program, processes in (([*torchrun, *settings], 2), ([*console, *settings[1:]], 1)):
+        done = subprocess.run(
+            program,
+            env=variables(OMP_DISPLAY_ENV="VERBOSE"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+        )
+        assert done.returncode == 0 and done.stdout.count(SHORT_SPIN) == processes, done.stdout
 
 
 @contextmanager
@@ -115,8 +122,8 @@ def test_a_quota_bounds_the_threads_and_a_resume_without_a_quota_keeps_them(tmp_
         def enter() -> None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-        limited = train(tmp_path, "num_steps=4", "run_steps=2", before=enter)
-    assert "over 1 x cpu, 1 thread each" in limited
+        limited = train(tmp_path, "num_steps=4", "run_steps=2", before=enter, OMP_DISPLAY_ENV="VERBOSE")
+    assert "over 1 x cpu, 1 thread each" in limited and SHORT_SPIN in limited
     assert world_of(tmp_path)["cpu_threads"] == 1
     assert "cpu_threads is 1 as before" in train(tmp_path, "num_steps=4")
     assert world_of(tmp_path)["cpu_threads"] == 1

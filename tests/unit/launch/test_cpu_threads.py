@@ -72,6 +72,22 @@ def test_the_user_decides_and_a_value_of_torchrun_is_ignored(
     assert threads == CpuThreads(8 // processes, is_chosen)
 
 
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, "2000"),
+        ({"GOMP_SPINCOUNT": ""}, "2000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, None),
+    ],
+)
+def test_waiting_threads_spin_for_a_short_time_unless_the_user_decides(
+    environ: dict[str, str], count: str | None
+) -> None:
+    set_threads(None, layout_of(), environ)
+    assert environ.get("GOMP_SPINCOUNT") == count
+
+
 def test_an_imported_torch_keeps_its_threads(machine: pytest.MonkeyPatch) -> None:
     machine.setitem(sys.modules, "torch", sys)
     environ: dict[str, str] = {}
