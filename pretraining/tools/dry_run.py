@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import islice
 
 from pretraining.checkpoint.lease import must_wait_for_lease
-from pretraining.checkpoint.run_folder import FROM_DATA, find_run_folder
+from pretraining.checkpoint.run_folder import FROM_DATA, STATUS_FILE, find_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.assignments import Assignment
 from pretraining.config.command_line import ResolvedConfig
@@ -43,7 +43,7 @@ from pretraining.train.plan import Plan, check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests
 from pretraining.train.resolve import resolve
 from pretraining.train.run import join_job
-from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, read_status
+from pretraining.train.run_status import RunStatus, count_start, read_status
 
 log = logging.getLogger(__name__)
 

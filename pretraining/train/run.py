@@ -5,11 +5,11 @@ built again. A run that diverges goes back to the newest checkpoint before the d
 PaLM got past its loss spikes this way (Chowdhery et al., 2022, section 5.1): a spike came from certain batches meeting
 certain weights, and did not come back with other batches.
 
-    divergence -> restore an older checkpoint -> save it again with the skipped samples -> set newer checkpoints aside
+    divergence -> restore an older checkpoint -> give it a manifest with the skipped samples -> set others aside
 
-A run that is killed before newer checkpoints are set aside diverges again at its next start. If its newest checkpoint
-was saved after the last skipped update, the count in this checkpoint raises the divergence at once. After the save,
-later starts and `pretrain inspect` know the skipped samples.
+A run that is killed before it has the new manifest diverges again at its next start. If its newest checkpoint was saved
+after the last skipped update, the count in this checkpoint raises the divergence at once. From the new manifest, later
+starts and `pretrain inspect` know the skipped samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import torch
 from pretraining.checkpoint.copies import TRIES_OF_START
 from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.mirror import list_copies
-from pretraining.checkpoint.retention import set_aside_newer
 from pretraining.checkpoint.run_folder import find_run_folder, make_run_path
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.fields import settings_of, values_of
@@ -48,7 +47,7 @@ from pretraining.distributed.processes import (
 from pretraining.distributed.rendezvous import Deadline, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
-from pretraining.errors import ConfigError, DamagedError, DivergenceError, Interrupted, Preempted
+from pretraining.errors import ConfigError, DamagedError, DivergenceError, Interrupted, OutdatedError, Preempted
 from pretraining.evaluation.evaluators import UserEvaluator, open_evaluators
 from pretraining.evaluation.generation import TextSampler, open_sampler
 from pretraining.evaluation.tasks import open_tasks
@@ -196,7 +195,8 @@ def train_with_rollbacks(
         del run
         _free_memory()
         run = _build_undamaged(build, config, status, _find_start(config, rollback), rollback)
-        _log_rollback(run, divergence, rollbacks, _replace_newer(run))
+        others = _go_back(run)
+        _log_rollback(run, divergence, rollbacks, others)
     return run
 
 
@@ -221,6 +221,8 @@ def _build_undamaged(
     while True:
         try:
             return build(start, rollback)
+        except OutdatedError as error:
+            log.info("%s", error)
         except DamagedError as error:
             assert start is not None
             named = str(start.path) in str(error)
@@ -258,15 +260,12 @@ def _rollback_from(run: Run, divergence: DivergenceError) -> Rollback:
     return Rollback(divergence.first_step, skipped, run.state.stop_step, loader.order_version)
 
 
-def _replace_newer(run: Run) -> list[Path]:
-    """Save a run that goes back, set aside the checkpoints that it replaces, and return them; a collective call.
+def _go_back(run: Run) -> list[Path]:
+    """Make the target of a rollback the newest checkpoint, and return those that are set aside; a collective call.
 
     They hold weights after the divergence, or a data position before the skipped samples.
     """
-    start, folder = run.plan.start, run.plan.config.checkpoint.folder
-    run.checkpoints.save_now(run.state, start.manifest.kind if start is not None and start.is_own else "interval")
-    saved = run.checkpoints.newest
-    return on_rank_zero(lambda: set_aside_newer(folder, run.state.step, saved))
+    return run.checkpoints.take_over(run.plan.start, run.state, rolls_back=True)
 
 
 def _log_rollback(run: Run, divergence: DivergenceError, number: int, newer: Sequence[Path]) -> None:
