@@ -100,7 +100,11 @@ class CheckpointError(PretrainError):
 
 
 class DamagedError(CheckpointError):
-    """A start point that cannot be used, since its files changed or a newer one exists; another one may be good."""
+    """A start point that cannot be used, since its files changed; another one may be good."""
+
+
+class OutdatedError(DamagedError):
+    """A start point that is good, but no longer the newest checkpoint of its run."""
 
 
 class LaunchError(PretrainError):

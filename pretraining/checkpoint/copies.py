@@ -1,6 +1,7 @@
 """Checkpoints in an object store.
 
     <address>/checkpoints/step_1000_ckp/<files>, manifest.json    address of a run: the manifest is written last
+    <address>/checkpoints/set_aside_<time>/step_1000_ckp/manifest.json    the manifest of a copy that is set aside
     <address>/<files>, manifest.json                              address of a checkpoint
 
 A folder without a manifest, or with files of other sizes, is no complete checkpoint. A fetch compares files with the
@@ -22,12 +23,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import thread_time
 
+from pretraining.checkpoint.branches import age_in_place, continues
 from pretraining.checkpoint.forms import misnamed_files
 from pretraining.checkpoint.manifest import MANIFEST, ChecksummedFile, FileEntry, Manifest, crc32_text
-from pretraining.checkpoint.own_checkpoints import Copies
-from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, SET_ASIDE_FILE, Copy, temporary_name
+from pretraining.checkpoint.own_checkpoints import Copies, move_aside
+from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, Copy, checkpoint_at, temporary_name
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import exists, flush_folder, parse_json, write_atomic, writing_into
+from pretraining.files import exists, flush_folder, parse_json, write_atomic, write_flushed, writing_into
 from pretraining.model.hf import ORIGIN_FILE
 from pretraining.object_store import PIECE_BYTES, Store
 
@@ -87,7 +89,7 @@ def read_copies(address: str) -> Copies:
     """
     store = Store(address)
     sizes = store.sizes()
-    form = re.compile(rf"((?:{CHECKPOINTS}/[^/]+/)?)(?:{re.escape(MANIFEST)}|{re.escape(SET_ASIDE_FILE)})")
+    form = re.compile(rf"({CHECKPOINTS}/({SET_ASIDE}[^/]+/)?[^/]+/)?{re.escape(MANIFEST)}")
     names = [name for name in sizes if form.fullmatch(name)]
 
     def read(name: str) -> Manifest | None:
@@ -99,24 +101,28 @@ def read_copies(address: str) -> Copies:
 
     with ThreadPoolExecutor(READING_THREADS) as pool:
         manifests = dict(zip(names, pool.map(read, names), strict=True))
-    found, set_aside, incomplete = list[Copy](), dict[str, Manifest](), 0
+    complete, set_aside, incomplete = dict[str, Copy](), dict[str, Copy](), 0
     for name, manifest in manifests.items():
-        folder, _, file = name.rpartition("/")
-        if file == SET_ASIDE_FILE:
-            if manifest is not None:
-                set_aside[Path(folder).name] = manifest
-        elif manifest is None or any(
-            sizes.get(f"{folder}/{each}".lstrip("/")) != entry.bytes for each, entry in manifest.recorded_files.items()
-        ):
-            incomplete += 1
+        parts = name.split("/")[:-1]
+        folder = "/".join([*parts[:1], *parts[-1:]])  # the files of a copy that is set aside stay where they are
+        copy = None if manifest is None else Copy(address, folder, manifest)
+        is_complete = copy is not None and all(
+            sizes.get(f"{folder}/{file}".lstrip("/")) == entry.bytes
+            for file, entry in copy.manifest.recorded_files.items()
+        )
+        if copy is not None and len(parts) == 3:
+            set_aside["/".join(parts[1:])] = copy
+        elif copy is not None and is_complete:
+            complete[copy.name] = copy
         else:
-            found.append(Copy(address, folder, manifest))
-    found.sort(key=lambda each: (each.manifest.step, each.manifest.kind != "preempt"))
-    return Copies({each.name: each for each in found}, set_aside, incomplete)
+            incomplete += 1
+    return Copies(complete, set_aside, incomplete)
 
 
 def fetch_copy(copy: Copy, path: Path) -> None:
-    """Fetch a checkpoint to a path of a run, in place of a damaged one if any, and the origin of its run.
+    """Fetch a checkpoint to a path of a run, and the origin of its run.
+
+    A damaged or older checkpoint under this name is replaced, one of another branch is set aside.
 
     Raises:
         DamagedError: a file does not have the checksum in the manifest.
@@ -128,7 +134,10 @@ def fetch_copy(copy: Copy, path: Path) -> None:
     try:
         with writing_into(path):
             _fetch_files(Store(copy.address), copy, temporary)
-            if exists(path):
+            replaced = checkpoint_at(path)
+            if replaced.kind is not None and not continues(copy.manifest, replaced):
+                move_aside(path.parents[1], [replaced])
+            elif exists(path):
                 path.rename(temporary_name(path))  # the next save removes it
             temporary.rename(path)
             flush_folder(path.parent)
@@ -152,7 +161,7 @@ def _fetch_files(store: Store, copy: Copy, folder: Path) -> None:
             faults = list(filter(None, pool.map(fetch, copy.manifest.recorded_files)))
     if faults:
         raise DamagedError(f"damaged: {faults[0]}", path=str(copy))
-    _download_file(store, prefix + MANIFEST, folder / MANIFEST)
+    write_flushed(folder / MANIFEST, json.dumps(copy.manifest.document(), indent=1))
     flush_folder(folder)
 
 
@@ -178,7 +187,8 @@ def local_view(address: str, *, with_files: bool, names: Collection[str] | None 
         StoreError: the store cannot be used.
     """
     listed = read_copies(address)
-    copies = [each for each in listed.complete.values() if names is None or each.name in names]
+    copies = sorted(listed.complete.values(), key=lambda copy: age_in_place(copy.manifest))
+    copies = [copy for copy in copies if names is None or copy.name in names]
     with tempfile.TemporaryDirectory(prefix="pretrain-") as name:
         run = Path(name) / "run"
         is_empty = True
@@ -191,10 +201,9 @@ def local_view(address: str, *, with_files: bool, names: Collection[str] | None 
             is_empty = False
             if with_files and names is None:
                 break
-        for folder, manifest in listed.set_aside.items() if not with_files else ():
-            if folder not in listed.complete:  # otherwise its files belong to the checkpoint that was saved again
-                copy = Copy(address, f"{CHECKPOINTS}/{folder}", manifest)
-                _view(copy, run / CHECKPOINTS / f"{SET_ASIDE}copies" / folder, with_files=False)
+        for folder, copy in listed.set_aside.items() if not with_files else ():
+            if copy.name not in listed.complete:  # otherwise its files belong to the checkpoint that was saved again
+                _view(copy, run / CHECKPOINTS / folder, with_files=False)
         if is_empty:
             raise CheckpointError("holds no complete and good checkpoint", path=address.partition("?")[0])
         yield run

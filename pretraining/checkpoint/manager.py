@@ -25,6 +25,7 @@ from pretraining.checkpoint.manifest import (
     EVALUATION_OF_STEP,
     EVALUATION_SETS_STATE,
     LOSSES_OF,
+    REQUEST,
     RUN_ID,
     RUN_STATE,
     Manifest,
@@ -32,12 +33,14 @@ from pretraining.checkpoint.manifest import (
     describe_model,
 )
 from pretraining.checkpoint.mirror import PREEMPTED_SECONDS, Mirror
+from pretraining.checkpoint.own_checkpoints import replace_manifest, set_aside_others
 from pretraining.checkpoint.run_folder import Checkpoint
 from pretraining.checkpoint.saver import Saver
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
+from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
 from pretraining.observability.observer import Observer
 from pretraining.progress import BestBy, Interval, Progress, Scores, TrainState
@@ -48,7 +51,7 @@ log = logging.getLogger(__name__)
 def manifest_of_run(config: TrainConfig, run_id: str, branches: Branches) -> Manifest:
     """Return the manifest fields that all checkpoints of a run share: model, layout, settings, record of the run."""
     world = {**layout_of_run(config), "cpu_threads": torch.get_num_threads()}
-    record = {RUN_ID: run_id, BRANCHES: list(map(list, branches))}
+    record = {RUN_ID: run_id, BRANCHES: branches, REQUEST: config.checkpoint.resume_from_checkpoint}
     model = describe_model(resolve_shape(config.model))
     return Manifest(model=model, world=world, config=dump_config(config), state={RUN_STATE: record})
 
@@ -186,6 +189,36 @@ class CheckpointManager:
             self._save(state.progress, kind, wait=True)
         if self._saver is not None:
             self._log_saved(self._saver.wait())
+
+    def take_over(self, start: CheckpointRef | None, state: TrainState, *, rolls_back: bool = False) -> list[Path]:
+        """Make a start point the newest checkpoint of the run, after it has been loaded; a collective call.
+
+        A return or a rollback gives its target another manifest: the same files, in the branch of this start. A
+        rollback also records the skipped samples. A target that the run has not saved is saved.
+
+        Returns:
+            The checkpoints that the run gives up, which are set aside.
+
+        Raises:
+            CheckpointError: the manifest cannot be written, or a checkpoint cannot be moved.
+        """
+        if self._saver is None:
+            return []
+        is_saved = start is not None and start.is_own and bool(start.manifest.recorded_files)
+        if start is not None and is_saved and (rolls_back or start.is_rewind):
+            self._replace_manifest(start, self._loader.state_dict() if rolls_back else start.manifest.data)
+            if rolls_back:
+                self._log_saved(Checkpoint(start.path, start.step, kind=start.manifest.kind))
+        elif rolls_back or (start is not None and start.is_rewind):
+            self.save_now(state, "interval")
+        newest = self.newest
+        return [] if newest is None else on_rank_zero(lambda: set_aside_others(self._config.folder, newest))
+
+    def _replace_manifest(self, start: CheckpointRef, data: dict[str, Any]) -> None:
+        """Give a checkpoint of this run a manifest with the branch and the request of this start."""
+        saved, record = start.manifest, self._manifest.state[RUN_STATE]
+        state = saved.state | {RUN_STATE: saved.state.get(RUN_STATE, {}) | record}
+        on_rank_zero(lambda: replace_manifest(start.path, replace(saved, state=state, data=data)))
 
     def finish(self, state: TrainState) -> None:
         """Save the last step, if there was one, and wait for the commit and the copy; raises as `maybe_save`.

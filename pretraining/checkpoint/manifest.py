@@ -74,6 +74,8 @@ BRANCHES = "branches"
 """Key in this record: `Manifest.branches`."""
 AVERAGE = "average"
 """Key of what weights are an average of (`tools/average.py`): checkpoints, and facts about their runs."""
+REQUEST = "resume_from_checkpoint"
+"""Key in this record: `Manifest.request`."""
 BEST_BY = "best_by"
 """Key in this record: `Manifest.best_by`."""
 EVALUATION_OF_STEP = "evaluation_loss"
@@ -144,24 +146,15 @@ class Manifest:
     @property
     def losses_of(self) -> str | None:
         """Recorded definition of the evaluation sets of the evaluation losses."""
-        definition = self._state_of(EVALUATION_SETS_STATE).get(LOSSES_OF)
-        return definition if isinstance(definition, str) else None
+        definition: str | None = self._state_of(EVALUATION_SETS_STATE).get(LOSSES_OF)
+        return definition
 
     @property
     def decided_by(self) -> tuple[str, ...]:
-        """Definition of what `cost_of_step` depends on; costs of different definitions are not compared.
-
-        Earlier releases recorded none: only the sorted names of the sets, unless they were the held-out documents of
-        all datasets.
-        """
+        """Definition of what `cost_of_step` depends on; costs of different definitions are not compared."""
         if self.best_by:
             return str(self.best_by.get("name")), str(self.best_by.get("definition"))
-        if self.losses_of is not None:
-            return (self.losses_of,)
-        kept = self._state_of(EVALUATION_STATE).get("decided_by")
-        if isinstance(kept, list):
-            return tuple(map(str, kept))
-        return tuple(sorted(self.data["phases"][-1]["weights"])) if self.data else ()
+        return (self.losses_of or "",)
 
     @property
     def average(self) -> dict[str, Any]:
@@ -176,47 +169,50 @@ class Manifest:
     @property
     def skipped_in_a_row(self) -> int:
         """Skipped updates just before the checkpoint; a divergence goes back to before the first of them."""
-        count = self._state_of(GUARDS_STATE).get("skipped_in_a_row")
-        return count if type(count) is int else 0
+        count: int = self._state_of(GUARDS_STATE).get("skipped_in_a_row", 0)
+        return count
 
     @property
     def annealing_from(self) -> int:
-        """Step at which the annealing stage of the run began; 0 in checkpoints of earlier versions."""
-        step = self._state_of(SCHEDULE_STATE).get(ANNEALING_FROM)
-        return step if type(step) is int else 0
+        """Step at which the annealing stage of the run began; 0 before it."""
+        step: int = self._state_of(SCHEDULE_STATE).get(ANNEALING_FROM, 0)
+        return step
 
     @property
     def run_id(self) -> str:
-        """Id of the run; empty in checkpoints of earlier versions."""
-        return str(self._state_of(RUN_STATE).get(RUN_ID) or "")
+        """Id of the run; empty in weights that no run has trained."""
+        return str(self._state_of(RUN_STATE).get(RUN_ID, ""))
 
     @property
     def branches(self) -> Branches:
-        """Branches of the run up to the checkpoint; none in checkpoints of earlier versions."""
-        return parse_branches(self._state_of(RUN_STATE).get(BRANCHES))
+        """Branches of the run up to the checkpoint; none in weights that no run has trained."""
+        return parse_branches(self._state_of(RUN_STATE).get(BRANCHES, ()))
+
+    @property
+    def request(self) -> str | None:
+        """The `resume_from_checkpoint` of the start that saved the checkpoint, or that has returned to it."""
+        request = self._state_of(RUN_STATE).get(REQUEST)
+        return None if request is None else str(request)
 
     @property
     def evaluation_of_step(self) -> float | None:
-        """Evaluation loss of these weights, if any and finite; earlier versions recorded only the newest one."""
-        record = self._state_of(RUN_STATE)
-        loss = record.get(EVALUATION_OF_STEP, self.evaluation_loss)
-        return loss if isinstance(loss, int | float) else None
+        """Evaluation loss of these weights, if any and finite."""
+        loss: float | None = self._state_of(RUN_STATE).get(EVALUATION_OF_STEP)
+        return loss
 
     @property
     def best_by(self) -> dict[str, Any]:
         """Metric of a task that decides which is best: `BestBy`, `value` and `best`; empty = the loss decides."""
-        kept = self._state_of(RUN_STATE).get(BEST_BY)
-        return kept if isinstance(kept, dict) else {}
+        record: dict[str, Any] = self._state_of(RUN_STATE).get(BEST_BY) or {}
+        return record
 
     @property
     def cost_of_step(self) -> float | None:
         """Number that is lowest in the best checkpoint, of these weights: the evaluation loss, or `BestBy.cost`."""
         if not self.best_by:
             return self.evaluation_of_step
-        value = self.best_by.get("value")
-        if not isinstance(value, int | float):
-            return None
-        return -value if self.best_by.get("larger_is_better") else value
+        value: float | None = self.best_by.get("value")
+        return -value if value is not None and self.best_by.get("larger_is_better") else value
 
     @property
     def is_of_finished_run(self) -> bool:
@@ -234,9 +230,19 @@ class Manifest:
         """Whether an evaluation of these weights is due and not done."""
         return bool(self.pending)
 
+    def check_states(self) -> None:
+        """Raise a TypeError or ValueError if a state has another type than its readers expect."""
+        for name, state in self.state.items():
+            if not isinstance(state, dict):
+                raise TypeError(f"the state of {name} is {shown(state)}")
+        for number in (self.cost_of_step, self.evaluation_of_step, self.skipped_in_a_row, self.annealing_from):
+            if number is not None and (type(number) is bool or not isinstance(number, int | float)):
+                raise TypeError(f"a state has {shown(number)} in place of a number")
+        parse_branches(self._state_of(RUN_STATE).get(BRANCHES, ()))
+
     def _state_of(self, name: str) -> dict[str, Any]:
-        kept = self.state.get(name)
-        return kept if isinstance(kept, dict) else {}
+        state: dict[str, Any] = self.state.get(name, {})
+        return state
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:
@@ -263,6 +269,7 @@ class Manifest:
             for entry in files.values():
                 _check_types(entry)
             _check_data_state(manifest.data)
+            manifest.check_states()
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointError(f"damaged: {type(error).__name__}: {error}", path=path) from None
         return manifest

@@ -5,8 +5,11 @@
     each step  `Mirror.poll`: is every process done? No rank waits for another
     end        `Mirror.finish`: wait for the newest copy
 
-`mirror.json` holds the run's id, in the run's folder and in the store. The store's file also holds the token of its
-writer. The mirror of another run is refused, and a process that finds another token uploads no more manifests.
+`mirror.json` in the store holds the run's id and the token of its writer. The mirror of another run is refused, and a
+process that finds another token uploads no more manifests.
+
+A copy is set aside once the mirror holds the manifest of a checkpoint that gives it up. Its manifest moves to
+`set_aside_<time>/<name>/`, and its files stay.
 """
 
 from __future__ import annotations
@@ -16,33 +19,42 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from pretraining.checkpoint.branches import identity_of, is_given_up
 from pretraining.checkpoint.copies import TRIES_OF_START, fetch_copy, read_copies, upload_file
-from pretraining.checkpoint.forms import read_document, read_if_good
+from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
-from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
-from pretraining.checkpoint.retention import best_of, set_aside, superseded
-from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE_FILE, checkpoint_from, committed_checkpoints
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, list_run
+from pretraining.checkpoint.retention import best_of, saved_by_run, superseded
+from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, checkpoint_from, committed_checkpoints
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.recipes import RUN_CONFIG_FILE
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.host_sync import DelayedMinimum
 from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, rank_and_world_size
 from pretraining.distributed.rendezvous import in_background
-from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import checked_values, is_file, parse_json, with_checksum, write_atomic
+from pretraining.errors import CheckpointError, DamagedError, OutdatedError
+from pretraining.files import (
+    checked_values,
+    flush_folder,
+    is_file,
+    parse_json,
+    with_checksum,
+    write_atomic,
+    writing_into,
+)
 from pretraining.model.hf import ORIGIN_FILE
 from pretraining.object_store import Store, StoreError, exit_without_waiting
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.trackers import LOGS, METRICS_FILE
-from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
 
@@ -93,13 +105,9 @@ def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
 
 def _check_run_id(store: Store, run: Path, copies: Copies) -> None:
     """Raise a CheckpointError if the mirror belongs to another run."""
-    own, mirrored = _read_run_id(run), _read_owner(store).get("run")
-    local = [each.path for each in committed_checkpoints(run)]
-    if mirrored in (None, own) or not local:
-        return
-    # A run without an id (lost, or copied by hand) is identified by a checkpoint that the mirror holds, too.
-    in_both = [path for path in local if path.name in copies.complete]
-    if own is None and any(read_if_good(path) == copies.complete[path.name].manifest for path in in_both):
+    mirrored, here = _read_owner(store).get("run"), committed_checkpoints(run)
+    ids = {checkpoint.run_id for checkpoint in here if checkpoint.kind is not None}
+    if mirrored is None or not ids or mirrored in ids:
         return
     raise CheckpointError(
         f"is the mirror of another run than {run}: give another --ckpt_mirror_path or --ckpt_save_path",
@@ -108,16 +116,19 @@ def _check_run_id(store: Store, run: Path, copies: Copies) -> None:
 
 
 def fetch_start(config: CheckpointConfig, start: CheckpointRef) -> None:
-    """Fetch the start point and the run's best checkpoint, if only an object store holds them; in one process.
+    """Bring the start point and the run's best checkpoint to their paths, from an object store or `set_aside_<time>/`.
+
+    Call it in one process.
 
     Raises:
         DamagedError: the copy of the start point is damaged.
         CheckpointError: a checkpoint cannot be written or moved.
         StoreError: a store cannot be used.
     """
-    if start.run.given_up:
-        log.warning("the run has gone back on another machine, and its mirror has set newer checkpoints aside")
-        set_aside(config.folder, start.run.given_up)
+    if start.aside is not None:
+        with writing_into(start.path):
+            start.aside.rename(start.path)
+            flush_folder(start.path.parent)
     if start.copy is not None:
         if start.is_own:
             _fetch_log_files(Store(start.copy.address), config.folder)
@@ -139,13 +150,6 @@ def _fetch_log_files(store: Store, run: Path) -> None:
             known = set(content.splitlines())
             newer = [line for line in local.splitlines(keepends=True) if line.rstrip(b"\n") not in known]
             write_atomic(path, content + b"".join(newer if name == EVENTS else []))
-
-
-def _read_run_id(run: Path) -> str | None:
-    try:
-        return str(checked_values(parse_json((run / MIRROR_FILE).read_bytes()))["run"])
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _read_owner(store: Store) -> dict[str, Any]:
@@ -173,55 +177,59 @@ class Mirror:
     """Background copies of a run's checkpoints; the constructor, `copy`, `poll` and `finish` are collective calls.
 
     Args:
-        step: step of the start point; the run has gone back from later checkpoints in the mirror, which are set aside
-            once the mirror holds a checkpoint to start from in their place.
+        run_id: written into the store if it holds no run.
         newest: the run's own start point; `start` copies it if the mirror lacks it.
-        given_up: names of other copies that the run has gone back from.
-        listed: names of the copies that the start has chosen from; None = newer ones are set aside, too.
+        expected: the newest copy when the start was chosen: id of its branch, and step. None = none.
+        is_checked: whether another newest copy is an error.
         spare_cores: whether uploads pause most of the time until `finish`, since training needs every core.
 
     Attributes:
-        known: on rank 0: manifests of all copies at the start, those set aside included.
+        copies: on rank 0: all copies when this process became the writer.
         protected: checkpoint that is being copied, and the next one; retention keeps both.
 
     Raises:
-        DamagedError: the mirror holds a newer checkpoint that is not listed; on every rank alike.
+        OutdatedError: another machine has copied a newer checkpoint; on every rank alike.
     """
 
     def __init__(
         self,
         config: CheckpointConfig,
-        step: int,
+        run_id: str,
         newest: Path | None = None,
         *,
-        given_up: Collection[str] = (),
-        listed: Collection[str] | None = None,
+        expected: tuple[str, int] | None = None,
+        is_checked: bool = False,
         spare_cores: bool = False,
     ) -> None:
-        self._config, self._run, self._newest, self._step = config, config.folder, newest, step
+        self._config, self._run, self._newest = config, config.folder, newest
         self._store = on_every_rank(lambda: Store(config.ckpt_mirror_path or ""))
         self._token = on_rank_zero(lambda: secrets.token_hex(8))
+        self.copies = NO_COPIES
         self._held: dict[str, Manifest] = {}  # on rank 0: complete checkpoints in the mirror
-        self._given_up: dict[str, Manifest] = {}  # on rank 0: those to set aside
         self._closing, self._full_speed = threading.Event(), threading.Event()
         if not spare_cores:
             self._full_speed.set()
         self._sync = DelayedMinimum()
         self._work: Future[int] | None = None
         self._is_uploaded = False
+        self._has_files = False  # whether only the manifest of the running copy is missing
         self._not_copied: Path | None = None
         self._log_files_copied = -LOG_FILES_SECONDS
         self.protected: tuple[Path, ...] = ()
-        self.known: list[Manifest] = []
-        on_rank_zero(
-            lambda: self._store.retry(lambda: self._take_over(given_up, listed), self._closing, TRIES_OF_START)
-        )
+        on_rank_zero(lambda: self._store.retry(lambda: self._take_over(run_id), self._closing, TRIES_OF_START))
+        if is_checked:
+            on_rank_zero(lambda: self._check_newest(expected))
 
     def start(self) -> None:
-        """Copy the start point if the mirror lacks it; a collective call."""
+        """Copy the start point if the mirror lacks it, else set aside what it gives up; a collective call."""
         newest = self._newest
-        if newest is not None and on_rank_zero(lambda: self.lacks(newest)):
+        if newest is None or self._work is not None:
+            return
+        if on_rank_zero(lambda: self.lacks(newest)):
             self.copy(newest)
+        else:
+            with suppress(StoreError):  # the next commit tries again
+                on_rank_zero(lambda: self._set_aside_others(read_document(newest)))
 
     def lacks(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint has no complete copy; on rank 0."""
@@ -280,8 +288,15 @@ class Mirror:
         return self._work.result() if self._work is not None and self._work.done() else RUNNING
 
     def _start_upload(self) -> None:
+        checkpoint = self.protected[0]
+        # A return gives its target another manifest: the mirror may have the files.
+        self._has_files = checkpoint == self._newest and on_rank_zero(lambda: self._holds_files(checkpoint))
         self._is_uploaded = False
-        self._work = in_background(partial(self._run_part, self._upload, self.protected[0]), "mirror")
+        self._work = in_background(partial(self._run_part, self._upload, checkpoint), "mirror")
+
+    def _holds_files(self, checkpoint: Path) -> bool:
+        held = self._held.get(checkpoint.name)
+        return held is not None and held.files == read_document(checkpoint).files
 
     def _continue_copy(self, status: int) -> None:
         if status == TAKEN_OVER:
@@ -315,6 +330,8 @@ class Mirror:
 
     def _upload(self, checkpoint: Path) -> None:
         """Upload this process's files, in a background thread, after the removal of an earlier copy's manifest."""
+        if self._has_files:
+            return
         rank, world_size = rank_and_world_size()
         folder = _store_folder(checkpoint)
         self._retry(self._check_writer)
@@ -332,64 +349,60 @@ class Mirror:
             return
         content = (checkpoint / MANIFEST).read_bytes()
         self._retry(self._check_writer)
-        if any(each.step == self._step for each in self._held.values()):
-            # First: beside a checkpoint of the new branch, an older branch counts as moved back by the user.
-            self._retry(self._set_given_up_aside)
-        self._store.retry(
-            lambda: self._store.write(f"{_store_folder(checkpoint)}/{MANIFEST}", [content]), self._closing
-        )
-        self._held[checkpoint.name] = read_document(checkpoint)
-        self._given_up.pop(checkpoint.name, None)
+        self._retry(lambda: self._store.write(f"{_store_folder(checkpoint)}/{MANIFEST}", [content]))
+        self._held[checkpoint.name] = manifest = read_document(checkpoint)
         with suppress(StoreError):  # the next commit tries again
-            self._set_given_up_aside()
+            self._set_aside_others(manifest)
             self._remove_superseded(checkpoint.name)
             self._copy_log_files()
 
     def _retry(self, action: Callable[[], None]) -> None:
         self._store.retry(action, self._closing)
 
-    def _take_over(self, given_up: Collection[str], listed: Collection[str] | None) -> None:
+    def _take_over(self, run_id: str) -> None:
         """Become the mirror's writer, and list its checkpoints."""
-        run_id = _read_owner(self._store).get("run") or _read_run_id(self._run) or secrets.token_hex(8)
+        run_id = _read_owner(self._store).get("run") or run_id
         self._store.write(MIRROR_FILE, [_to_json(run=run_id, writer=self._token)])
-        if _read_run_id(self._run) != run_id:
-            write_atomic(self._run / MIRROR_FILE, _to_json(run=run_id))
-        copies = read_copies(self._config.ckpt_mirror_path or "")
-        complete = {name: copy.manifest for name, copy in copies.complete.items()}
-        self.known = [*complete.values(), *copies.set_aside.values()]
-        self._held = {name: each for name, each in complete.items() if each.step <= self._step and name not in given_up}
-        self._given_up = {name: each for name, each in complete.items() if name not in self._held}
-        unseen = [] if listed is None else sorted(self._given_up.keys() - {*listed})
-        if unseen:
-            raise DamagedError(
-                f"holds newer checkpoints of another machine ({list_some(unseen, 4)})", path=self._store.address
-            )
-        if self._newest is not None and not self.lacks(self._newest):
-            self._set_given_up_aside()
+        self.copies = read_copies(self._config.ckpt_mirror_path or "")
+        self._held = {name: copy.manifest for name, copy in self.copies.complete.items()}
 
-    def _set_given_up_aside(self) -> None:
-        for name, manifest in list(self._given_up.items()):
-            folder = f"{CHECKPOINTS}/{name}"
-            self._store.write(f"{folder}/{SET_ASIDE_FILE}", [json.dumps(manifest.document()).encode()])
-            self._store.remove(f"{folder}/{MANIFEST}")
-            log.info("%s/%s is set aside, since the run has gone back from it", self._store.address, folder)
-            del self._given_up[name]
+    def _check_newest(self, expected: tuple[str, int] | None) -> None:
+        newest = list_run(self._run, self.copies).mirrored
+        if newest is not None and identity_of(newest) != expected:
+            raise OutdatedError(
+                f"another machine has copied step {newest.step} meanwhile: the start is planned again",
+                path=self._store.address,
+            )
+
+    def _set_aside_others(self, newest: Manifest) -> None:
+        """Set aside the copies that a checkpoint gives up, once the mirror holds its manifest."""
+        given_up = [
+            name
+            for name, manifest in self._held.items()
+            if checkpoint_from(Path(name), manifest).has_save_name and is_given_up(manifest, newest)
+        ]
+        folder = f"{CHECKPOINTS}/{SET_ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
+        for name in given_up:
+            document = json.dumps(self._held[name].document(), indent=1).encode()
+            self._store.write(f"{folder}/{name}/{MANIFEST}", [document])
+            self._store.remove(f"{CHECKPOINTS}/{name}/{MANIFEST}")
+            place = f"{self._store.address}/{folder}/{name}"
+            log.info("%s is set aside: the run continues from step %d", place, newest.step)
+            del self._held[name]
 
     def _check_writer(self) -> None:
         if _read_owner(self._store).get("writer") != self._token:
             raise TakenOverError
 
     def _remove_superseded(self, newest: str) -> None:
-        copies = sorted(
-            (checkpoint_from(Path(name), manifest) for name, manifest in self._held.items()), key=lambda each: each.step
-        )
-        [own] = [each for each in copies if each.path.name == newest]
-        copies = [each for each in copies if each.step <= own.step and each.has_save_name]
-        for each in superseded(copies, own, best_of(copies), self._config.keep_last):
-            folder = f"{CHECKPOINTS}/{each.path.name}"
+        copies = [checkpoint_from(Path(name), manifest) for name, manifest in self._held.items()]
+        head = checkpoint_from(Path(newest), self._held[newest])
+        saved = saved_by_run(head, copies)
+        for checkpoint in superseded(saved, head, best_of(saved), self._config.keep_last):
+            folder = f"{CHECKPOINTS}/{checkpoint.path.name}"
             self._store.remove(f"{folder}/{MANIFEST}")  # first: without it, the rest is no checkpoint
             self._store.remove(folder)
-            del self._held[each.path.name]
+            del self._held[checkpoint.path.name]
 
     def _copy_log_files(self) -> None:
         if monotonic() - self._log_files_copied >= LOG_FILES_SECONDS:

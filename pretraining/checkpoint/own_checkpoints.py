@@ -1,36 +1,46 @@
 """Checkpoints of a run, in its folder and in its mirror: the list that every start and every return chooses from.
 
-    <run>/checkpoints/: committed checkpoints --+-> `own_checkpoints`: those that the run may continue from
-    mirror: complete copies, those set aside  --+
+    <run>/checkpoints/: committed checkpoints  --+
+    mirror: complete copies                    --+-> `list_run` -> `newest_good` -> `branches.own`
+    set_aside_<time>/, here and in the mirror  --+
 
-A run that returns to an older checkpoint sets the newer ones aside, in its folder and in its mirror. A kill, or a start
-on another machine, can leave one side behind. That side still has a checkpoint that the other side has set aside. On
-that side, only checkpoints up to the newest one that both sides hold count: the run has given up the later ones.
-
-The record of what is set aside may be lost. So the side with the newest return or rollback decides (`branches`): of the
-other side, only checkpoints count that the newest one of the deciding side continues. Within a side, all count: the
-user may have moved them back.
+A run that goes back sets the checkpoints aside that its newest one does not continue. Until then the rule of `branches`
+keeps starts from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import logging
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
-from pretraining.checkpoint.branches import Point, continues, latest_number, number_of
-from pretraining.checkpoint.forms import read_if_good
-from pretraining.checkpoint.manifest import Manifest
+from pretraining.checkpoint.branches import identity_of, is_given_up, newest
+from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
+    SET_ASIDE,
     Checkpoint,
     Copy,
+    by_age,
+    checkpoint_at,
     checkpoint_from,
+    checkpoints_of_run,
     checkpoints_set_aside,
     committed_checkpoints,
-    place_in_run,
+    run_id_of,
 )
 from pretraining.errors import CheckpointError
+from pretraining.files import flush_folder, write_atomic, writing_into
+from pretraining.text import count_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,13 +48,13 @@ class Copies:
     """Checkpoints in an object store.
 
     Attributes:
-        complete: by name, ordered by step.
-        set_aside: manifests of copies that the run has set aside, by name.
+        complete: by name.
+        set_aside: by name with the folder set_aside_<time>.
         incomplete: number of damaged or incomplete copies.
     """
 
     complete: Mapping[str, Copy] = field(default_factory=dict)
-    set_aside: Mapping[str, Manifest] = field(default_factory=dict)
+    set_aside: Mapping[str, Copy] = field(default_factory=dict)
     incomplete: int = 0
 
 
@@ -52,79 +62,160 @@ NO_COPIES = Copies()
 
 
 @dataclass(frozen=True)
-class OwnCheckpoints:
-    """Checkpoints that a run may continue from.
+class RunCheckpoints:
+    """Checkpoints that a run has saved, in its folder and in its mirror.
 
     Attributes:
-        current: the highest step last.
-        given_up: checkpoints in the folder that the run has gone back from on another machine.
-        given_up_copies: names of complete copies that the run has gone back from, although they are not set aside.
-        copies: names of all complete copies.
+        run_id: empty if the run has saved none.
+        saved: the newest last, by the rule for one place. Those with an unreadable manifest come first.
+        set_aside: those that the run has set aside, in order.
     """
 
-    current: tuple[Checkpoint, ...] = ()
-    given_up: tuple[Path, ...] = ()
-    given_up_copies: tuple[str, ...] = ()
-    copies: tuple[str, ...] = ()
+    run: Path
+    run_id: str
+    saved: tuple[Checkpoint, ...]
+    set_aside: tuple[Checkpoint, ...]
+
+    @property
+    def mirrored(self) -> Checkpoint | None:
+        """The newest checkpoint in the mirror; None without any."""
+        return next((checkpoint for checkpoint in reversed(self.saved) if checkpoint.copy is not None), None)
 
 
-def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
-    """List the checkpoints of a run in its folder and in its mirror.
+def list_run(run: Path, copies: Copies = NO_COPIES) -> RunCheckpoints:
+    """List the checkpoints of a run in its folder and in its mirror."""
+    complete = dict(copies.complete)
+    listed = list[Checkpoint]()
+    for checkpoint in committed_checkpoints(run):
+        copy, is_readable = complete.get(checkpoint.path.name), checkpoint.kind is not None
+        if copy is not None and (not is_readable or identity_of(checkpoint) == identity_of(copy.manifest)):
+            del complete[copy.name]
+            facts = checkpoint if is_readable else checkpoint_from(checkpoint.path, copy.manifest)
+            checkpoint = replace(facts, copy=copy)
+        listed.append(checkpoint)
+    listed += [_only_in_mirror(run, name, copy) for name, copy in complete.items()]
+    run_id = run_id_of(run, listed)
+    saved = [checkpoint for checkpoint in listed if checkpoint.kind is None or checkpoint.run_id == run_id]
+    aside = [checkpoint_at(path) for path in checkpoints_set_aside(run)]
+    here = {identity_of(checkpoint) for checkpoint in aside if checkpoint.kind is not None}
+    others = {name: copy for name, copy in copies.set_aside.items() if identity_of(copy.manifest) not in here}
+    aside += [_only_in_mirror(run, name, copy) for name, copy in others.items()]
+    return RunCheckpoints(run, run_id, tuple(by_age(saved)), tuple(each for each in aside if each.kind is not None))
+
+
+def _only_in_mirror(run: Path, name: str, copy: Copy) -> Checkpoint:
+    return replace(checkpoint_from(run / CHECKPOINTS / name, copy.manifest), is_here=False, copy=copy)
+
+
+class Found(NamedTuple):
+    """Checkpoint without a known fault: names and sizes of its files are those in the manifest.
+
+    Attributes:
+        place: its folder, or the copy to fetch.
+    """
+
+    checkpoint: Checkpoint
+    place: Path | Copy
+    manifest: Manifest
+
+
+def newest_good(
+    checkpoints: Sequence[Checkpoint], damaged: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Found | None, list[str]]:
+    """Return a run's newest checkpoint without a known fault, and the faults of those that are newer.
+
+    Args:
+        checkpoints: the newest last, by the rule for one place.
+        damaged: known faults, by path or address.
+    """
+    faults = list[str]()
+    newest_first = checkpoints[::-1]
+    here = _first_good([(each, each.path) for each in newest_first if each.is_here], damaged, faults)
+    there = _first_good([(each, each.copy) for each in newest_first if each.copy is not None], damaged, faults)
+    both = [found for found in (here, there) if found is not None]
+    manifest = newest(*([found.manifest] if found is not None else [] for found in (here, there)))
+    for checkpoint in newest_first if both else ():
+        if checkpoint.kind is None and checkpoint.step > both[0].manifest.step:
+            _first_good([(checkpoint, checkpoint.path)], damaged, faults)
+    return next((found for found in both if found.manifest is manifest), None), faults
+
+
+def first_good_place(checkpoint: Checkpoint, damaged: Mapping[str, str], faults: list[str]) -> Found | None:
+    """Return a checkpoint in its folder or else its copy; None if both have faults, which are added to `faults`."""
+    places = [
+        place for place in (checkpoint.path if checkpoint.is_here else None, checkpoint.copy) if place is not None
+    ]
+    return _first_good([(checkpoint, place) for place in places], damaged, faults)
+
+
+def _first_good(
+    places: Iterable[tuple[Checkpoint, Path | Copy]], damaged: Mapping[str, str], faults: list[str]
+) -> Found | None:
+    for checkpoint, place in places:
+        try:
+            if str(place) in damaged:
+                raise CheckpointError(damaged[str(place)])
+            return Found(checkpoint, place, place.manifest if isinstance(place, Copy) else read_manifest(place))
+        except CheckpointError as error:
+            faults.append(str(error))
+    return None
+
+
+# Changes in a run's folder
+
+
+def replace_manifest(checkpoint: Path, manifest: Manifest) -> None:
+    """Give a checkpoint another manifest, by one rename.
 
     Raises:
-        CheckpointError: the folder holds only checkpoints that the mirror has set aside.
+        CheckpointError: the manifest cannot be written.
     """
-    here, complete, set_aside = committed_checkpoints(run), copies.complete, copies.set_aside
-    documents = {each.path.name: read_if_good(each.path) for each in here if each.path.name in {*complete, *set_aside}}
-    in_both = [copy.manifest for name, copy in complete.items() if documents.get(name) == copy.manifest]
-    shared = max((manifest.step for manifest in in_both), default=-1)
-    kept = here
-    if any(documents.get(name) == manifest for name, manifest in set_aside.items()):
-        kept = [each for each in here if each.step <= shared]
-        if not kept and not complete:
-            raise CheckpointError(
-                "holds only checkpoints that its mirror has set aside: rename a set_aside.json there to manifest.json, "
-                "or give another --ckpt_save_path and --ckpt_mirror_path",
-                path=run,
-            )
-    gone = [path for path in checkpoints_set_aside(run) if path.name in complete]
-    if any(read_if_good(path) == complete[path.name].manifest for path in gone):
-        complete = {name: copy for name, copy in complete.items() if copy.manifest.step <= shared}
-    kept, complete = _without_older_branches(kept, complete, documents)
-    by_name = {each.path.name: replace(each, copy=complete.get(each.path.name)) for each in kept}
-    for name, copy in complete.items():
-        own = by_name.get(name)
-        if own is None or own.kind is None or _is_saved_again(copy.manifest, own):
-            facts = checkpoint_from(run / CHECKPOINTS / name, copy.manifest)
-            by_name[name] = replace(facts, is_here=own is not None, copy=copy)
-    current = sorted(by_name.values(), key=place_in_run)
-    given_up = tuple(each.path for each in here if each not in kept and each.has_save_name)
-    given_up_copies = tuple(name for name in copies.complete if name not in complete)
-    return OwnCheckpoints(tuple(current), given_up, given_up_copies, tuple(copies.complete))
+    with writing_into(checkpoint / MANIFEST):
+        write_atomic(checkpoint / MANIFEST, json.dumps(manifest.document(), indent=1))
 
 
-def _without_older_branches(
-    here: list[Checkpoint], complete: Mapping[str, Copy], documents: Mapping[str, Manifest | None]
-) -> tuple[list[Checkpoint], Mapping[str, Copy]]:
-    """Return the checkpoints of both sides without those that the newest return or rollback has given up."""
-    local, there = [each for each in here if each.kind is not None], [copy.manifest for copy in complete.values()]
-    if not local or not there or not local[-1].branches or not there[-1].branches:
-        return here, complete  # an earlier version has saved the newest checkpoint, and knew no branches
-    newest, newest_copy = local[-1], there[-1]
-    mine, theirs = latest_number(local), latest_number(there)
+def move_aside(run: Path, checkpoints: Sequence[Checkpoint]) -> Path:
+    """Move checkpoints to a new folder set_aside_<UTC time>, which starts and retention ignore, and return it.
 
-    def stays(name: str, each: Point, decisive: Point) -> bool:
-        is_in_both = name in complete and documents.get(name) == complete[name].manifest
-        return is_in_both or not each.branches or continues(each, decisive) or continues(decisive, each)
-
-    if theirs > mine or (theirs == mine and not stays("", newest, newest_copy)):  # unseen by each other: the mirror's
-        here = [each for each in here if stays(each.path.name, each, newest_copy)]
-    elif mine > theirs:
-        complete = {name: copy for name, copy in complete.items() if stays(name, copy.manifest, newest)}
-    return here, complete
+    Raises:
+        CheckpointError: one cannot be moved.
+    """
+    folder = run / CHECKPOINTS / f"{SET_ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
+    try:
+        for checkpoint in checkpoints:
+            folder.mkdir(exist_ok=True)
+            checkpoint.path.rename(folder / checkpoint.path.name)
+        flush_folder(run / CHECKPOINTS)
+    except OSError as error:
+        raise CheckpointError(f"cannot be moved to {folder}: {error.strerror}", path=error.filename) from None
+    return folder
 
 
-def _is_saved_again(copy: Manifest, own: Checkpoint) -> bool:
-    """Return whether another machine has saved a step again, after a rollback to it or after its evaluation."""
-    is_evaluated = own.cost is None and copy.cost_of_step is not None
-    return copy.step == own.step and (number_of(copy) > number_of(own) or is_evaluated)
+def set_aside_others(run: Path, newest: Path) -> list[Path]:
+    """Set aside the checkpoints that a run has given up, given its newest one, and return their former paths.
+
+    Those that a user has renamed stay, and those of other runs.
+
+    Raises:
+        CheckpointError: one cannot be moved.
+    """
+    head = checkpoint_at(newest)
+    others = [
+        checkpoint
+        for checkpoint in checkpoints_of_run(run)
+        if checkpoint.kind is not None and checkpoint.has_save_name and is_given_up(checkpoint, head)
+    ]
+    if others:
+        last = others[-1]
+        folder = move_aside(run, others)
+        request = shlex.join(("pretrain", "train", str(run), f"--resume_from_checkpoint={folder / last.path.name}"))
+        log.info(
+            "the run continues from step %d: %s up to step %d moved to %s. To go back to step %d: %s",
+            head.step,
+            count_of(len(others), "other checkpoint"),
+            last.step,
+            folder,
+            last.step,
+            request,
+        )
+    return [checkpoint.path for checkpoint in others]

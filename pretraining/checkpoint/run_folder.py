@@ -4,6 +4,7 @@
     <run>/checkpoints/step_1040_ckp.preempt/     committed; removed after a newer commit
     <run>/checkpoints/best -> step_900_ckp       lowest evaluation loss, or best by --best_by
     <run>/checkpoints/step_1100_ckp.1f9c.tmp/    being written, or left by an interrupted save
+    <run>/checkpoints/set_aside_<time>/          checkpoints that the run has gone back from
     <run>/checkpoints/<any other name>/          the user's; a checkpoint if it has a manifest; never removed
 
 Names are for people: the manifest says what a checkpoint is. Only folders with a name that saves give are ever removed.
@@ -14,14 +15,15 @@ from __future__ import annotations
 import glob
 import re
 import secrets
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 
-from pretraining.checkpoint.branches import Branches
-from pretraining.checkpoint.forms import read_document, read_if_good
+from pretraining.checkpoint.branches import Branches, number_of
+from pretraining.checkpoint.forms import form_of, read_document, read_if_good
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config, settings_in
@@ -30,7 +32,17 @@ from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import absolute_if_local, entries_of, is_file, is_folder, real_path, write_atomic, writing_into
+from pretraining.files import (
+    checked_values,
+    entries_of,
+    exists,
+    is_file,
+    is_folder,
+    read_json,
+    real_path,
+    write_atomic,
+    writing_into,
+)
 from pretraining.progress import DefaultDuration
 
 CHECKPOINTS = "checkpoints"
@@ -39,8 +51,8 @@ PREEMPT_SUFFIX = ".preempt"
 UNFINISHED_SUFFIX = ".tmp"
 SET_ASIDE = "set_aside_"
 """Prefix of folders with checkpoints that a run has gone back from."""
-SET_ASIDE_FILE = "set_aside.json"
-"""Name of the manifest of a copy that the run has set aside, in a store."""
+STATUS_FILE = "run_status.json"
+"""Status of the run, with its id (`train/run_status.py`)."""
 
 _SAVE_NAME = (
     r"(step_(?P<step>\d+)_ckp|tokens\(\d\.\d\de\d+\)(_tloss\(-?\d+\.\d{3}\))?(_vloss\(-?\d+\.\d{3}\))?_ckpt)"
@@ -70,7 +82,7 @@ class Copy:
 
     Attributes:
         address: address of the store, possibly with a query.
-        folder: folder in the store; "" if the address is that of the checkpoint.
+        folder: folder of its files in the store; "" if the address is that of the checkpoint.
     """
 
     address: str
@@ -99,6 +111,7 @@ class Checkpoint:
         decided_by: definition of what the cost depends on; others are not compared with it.
         skipped_in_a_row: skipped updates just before the checkpoint.
         branches: of the run, up to the checkpoint.
+        run_id: id of the run that saved it.
         is_here: whether the run's folder holds it, possibly damaged; else only the mirror does.
         copy: copy in the mirror.
     """
@@ -111,31 +124,21 @@ class Checkpoint:
     decided_by: tuple[str, ...] = ()
     skipped_in_a_row: int = 0
     branches: Branches = ()
+    run_id: str = ""
     is_here: bool = True
     copy: Copy | None = None
 
-    @property
-    def places(self) -> list[Path | Copy]:
-        """Places to load it from, the best first."""
-        return [*([self.path] if self.is_here else []), *([self.copy] if self.copy is not None else [])]
-
 
 def committed_checkpoints(run: Path) -> list[Checkpoint]:
-    """Return the committed checkpoints of a run, the highest step last.
+    """Return all committed checkpoints in a run's folder, the highest step last, whatever run they belong to.
 
     A checkpoint without a manifest is included if its name says that it was committed.
     """
-    return sorted((checkpoint_at(path) for path in _folders(run) if is_committed(path)), key=place_in_run)
+    return sorted((checkpoint_at(path) for path in _folders(run) if is_committed(path)), key=_place_in_list)
 
 
-def newest_manifest(run: Path) -> Manifest | None:
-    """Return the newest manifest in a run's folder that can be read."""
-    good = filter(None, (read_if_good(each.path) for each in reversed(committed_checkpoints(run))))
-    return next(good, None)
-
-
-def place_in_run(checkpoint: Checkpoint) -> tuple[int, bool, bool, bool, str]:
-    """Return the key that sorts the checkpoints of a run.
+def _place_in_list(checkpoint: Checkpoint) -> tuple[int, bool, bool, bool, str]:
+    """Return the key that sorts checkpoints by step.
 
     Within a step, a preemption checkpoint was saved first, a replaced one has the second name, and a user's copy comes
     before its original.
@@ -144,6 +147,40 @@ def place_in_run(checkpoint: Checkpoint) -> tuple[int, bool, bool, bool, str]:
     is_second = name is not None and name["also"] is not None
     is_last = checkpoint.path.suffix != PREEMPT_SUFFIX
     return checkpoint.step, is_last, name is not None, not is_second, checkpoint.path.name
+
+
+def by_age(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return checkpoints as the rule for one place orders them, the newest last."""
+    return sorted(checkpoints, key=lambda checkpoint: (number_of(checkpoint), *_place_in_list(checkpoint)))
+
+
+def run_id_of(run: Path, checkpoints: Sequence[Checkpoint] | None = None) -> str:
+    """Return the id of the run in a folder; empty if it has none.
+
+    It is the id in run_status.json or, if no checkpoint has that id, the id of the newest checkpoint.
+
+    Args:
+        checkpoints: of the folder and of its mirror; None = those in the folder.
+    """
+    saved = by_age(committed_checkpoints(run) if checkpoints is None else checkpoints)
+    ids = [checkpoint.run_id for checkpoint in saved if checkpoint.kind is not None]
+    recorded = ""
+    with suppress(OSError, ValueError, KeyError):
+        recorded = str(checked_values(read_json(run / STATUS_FILE))["run_id"])
+    return recorded if recorded in ids or not ids else ids[-1]
+
+
+def checkpoints_of_run(run: Path) -> list[Checkpoint]:
+    """Return the checkpoints in a run's folder that this run has saved, the newest last; and unreadable ones."""
+    here = by_age(committed_checkpoints(run))
+    run_id = run_id_of(run, here)
+    return [checkpoint for checkpoint in here if checkpoint.kind is None or checkpoint.run_id == run_id]
+
+
+def newest_manifest(run: Path) -> Manifest | None:
+    """Return the newest manifest in a run's folder that can be read."""
+    good = filter(None, (read_if_good(checkpoint.path) for checkpoint in reversed(checkpoints_of_run(run))))
+    return next(good, None)
 
 
 def checkpoints_set_aside(run: Path) -> list[Path]:
@@ -155,7 +192,7 @@ def checkpoints_set_aside(run: Path) -> list[Path]:
 def checkpoint_at(path: Path) -> Checkpoint:
     """Return the committed checkpoint at a path; the manifest is read again only if it has changed."""
     try:
-        status = (path / MANIFEST).stat()
+        status = (path / (form_of(path) or MANIFEST)).stat()
         return _read(path, status.st_mtime_ns, status.st_size, status.st_ino)
     except (OSError, CheckpointError):
         match = _COMMITTED.fullmatch(path.name)
@@ -170,11 +207,20 @@ def _read(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
 
 def checkpoint_from(path: Path, manifest: Manifest) -> Checkpoint:
     """Return the checkpoint of a manifest; the path may be that of a copy in a store."""
-    names = [checkpoint_name(style, manifest) for style in ("step", "tokens")]
-    has_save_name = path.name in (*names, *(distinct_name(name, manifest.step) for name in names))
-    cost, branches = (manifest.cost_of_step, manifest.decided_by), manifest.branches
-    facts = (manifest.step, has_save_name, manifest.kind, *cost, manifest.skipped_in_a_row, branches)
-    return Checkpoint(path, *facts)
+    name, second = path.name, f".step_{manifest.step}"
+    while name.endswith(second):
+        name = name.removesuffix(second)
+    return Checkpoint(
+        path,
+        manifest.step,
+        has_save_name=name in [checkpoint_name(style, manifest) for style in ("step", "tokens")],
+        kind=manifest.kind,
+        cost=manifest.cost_of_step,
+        decided_by=manifest.decided_by,
+        skipped_in_a_row=manifest.skipped_in_a_row,
+        branches=manifest.branches,
+        run_id=manifest.run_id,
+    )
 
 
 def is_committed(path: Path) -> bool:
@@ -225,6 +271,14 @@ def temporary_name(folder: Path) -> Path:
 def distinct_name(name: str, step: int) -> str:
     """Return the name for a step whose usual name another step has, which rounding of tokens may cause."""
     return f"{name}.step_{step}"
+
+
+def free_path(run: Path, checkpoint: Checkpoint) -> Path:
+    """Return a path among a run's checkpoints for one that was set aside, with the first name that is free."""
+    path = run / CHECKPOINTS / checkpoint.path.name
+    while exists(path):
+        path = path.with_name(distinct_name(path.name, checkpoint.step))
+    return path
 
 
 # Path of the folder
@@ -287,7 +341,6 @@ def _has_settings(folder: Path, config: TrainConfig) -> bool:
     if recorded is None:
         return False
     saved = values_of(recorded)
-    saved["tokenizer_path"] = absolute_if_local(saved["tokenizer_path"])  # earlier versions recorded it as typed
     settings, given = settings_of(TrainConfig), values_of(config)
     begins_elsewhere = config.checkpoint.ckpt_load_path or config.checkpoint.resume_from_checkpoint
     if given["model_variant"] is None and begins_elsewhere is None:

@@ -12,27 +12,33 @@ refuses the start any more (`mirror.fetch_start`).
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pretraining.checkpoint.forms import form_of, read_if_good, read_manifest
+from pretraining.checkpoint.branches import identity_of, own
+from pretraining.checkpoint.forms import form_of
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
-from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, OwnCheckpoints, own_checkpoints
+from pretraining.checkpoint.own_checkpoints import (
+    NO_COPIES,
+    Copies,
+    Found,
+    RunCheckpoints,
+    first_good_place,
+    list_run,
+    newest_good,
+)
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
-    SET_ASIDE,
-    SET_ASIDE_FILE,
     Checkpoint,
     Copy,
     checkpoint_at,
-    checkpoints_set_aside,
+    checkpoints_of_run,
     committed_checkpoints,
+    free_path,
     is_committed,
-    last_settings,
     run_of,
 )
 from pretraining.config.recipes import settings_in
@@ -40,14 +46,13 @@ from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import from_hub, is_address, is_folder, real_path
 from pretraining.model.hf import MODEL_FILES
-from pretraining.text import count_of
-
-log = logging.getLogger(__name__)
+from pretraining.text import count_of, list_some
 
 FETCHED = "fetched"
 """Subfolder of a run for a start point that was fetched from an object store."""
 _EARLIER = "was for an earlier start of this run, which resumes. For a new run give another --ckpt_save_path"
 SAVE_PATH, LOAD_PATH, RESUME = "--ckpt_save_path", "--ckpt_load_path", "--resume_from_checkpoint"
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,12 @@ class CheckpointRef:
         is_own: whether this run saved the checkpoint, and not another run.
         weights_only: whether the run takes only the weights, and starts at step 0.
         damaged: newer damaged checkpoints, one line each with the fault.
-        is_rewind: whether the user asked to go back to this older checkpoint, which sets newer ones aside.
-        copy: copy to fetch before the checkpoint can be loaded; None = the checkpoint is at `path`.
+        is_rewind: whether the user asked to go back to this checkpoint, so that the run gives up newer ones.
+        copy: copy to fetch before the checkpoint can be loaded; None = the checkpoint is in a folder.
+        aside: folder of a checkpoint that was set aside and moves to `path` before it is loaded; None = it is there.
         best_copy: copy of the run's best checkpoint, if its folder lacks that one.
         unmet: lines about the requests of the user that a run which resumes does not follow.
-        run: what the run has given up elsewhere, and what its mirror held when the start was chosen.
+        mirrored: the newest checkpoint in the mirror when the start was chosen: id of its branch, and step.
     """
 
     path: Path
@@ -73,14 +79,15 @@ class CheckpointRef:
     damaged: tuple[str, ...] = ()
     is_rewind: bool = False
     copy: Copy | None = None
+    aside: Path | None = None
     best_copy: Copy | None = None
     unmet: tuple[str, ...] = ()
-    run: OwnCheckpoints = field(default_factory=OwnCheckpoints)
+    mirrored: tuple[str, int] | None = None
 
     @property
     def source(self) -> str:
         """Path of the checkpoint or, if it must be fetched, its address."""
-        return str(self.path if self.copy is None else self.copy)
+        return str(self.copy or self.aside or self.path)
 
     @property
     def step(self) -> int:
@@ -116,19 +123,15 @@ def find_start(
     """
     if config.ckpt_save_path is None:
         return None
-    run, listed = config.folder, own_checkpoints(config.folder, copies)
-    own = [each for each in reversed(listed.current) if before_step is None or each.step < before_step]
-    if not own and copies.incomplete and before_step is None:
+    run, listed = config.folder, list_run(config.folder, copies)
+    if not listed.saved and copies.incomplete and before_step is None:
         raise CheckpointError(
             f"--ckpt_mirror_path holds {count_of(copies.incomplete, 'checkpoint')}, but no complete one, and {run} "
             "holds none: give another --ckpt_mirror_path"
         )
-    if not own:
+    start = _own_start(config, listed, damaged, before_step) if listed.saved else None
+    if start is None:
         start = _start_of_new_run(config, damaged)
-    elif before_step is None:
-        start = _own_start(config, own, damaged)
-    else:
-        start = _newest_good(own, damaged, SAVE_PATH, run)
     if config.init_from == "resume" and start is None:
         raise CheckpointError(
             f"--init_from=resume needs a checkpoint, and {run} holds none: give --init_from=auto, or --ckpt_load_path"
@@ -138,93 +141,91 @@ def find_start(
             f"--init_from=scratch: {run} holds a run at step {start.step}. Give another --ckpt_save_path, or "
             "--init_from=auto to resume it"
         )
-    if start is None or not own:
+    if start is None or not start.is_own:
         return start
-    return replace(start, run=replace(listed, current=()), best_copy=_missing_best(listed.current, start))
+    mirrored = None if listed.mirrored is None else identity_of(listed.mirrored)
+    return replace(start, best_copy=_missing_best(listed, start), mirrored=mirrored)
 
 
-def _missing_best(own: Sequence[Checkpoint], start: CheckpointRef) -> Copy | None:
+def _missing_best(listed: RunCheckpoints, start: CheckpointRef) -> Copy | None:
     """Return the copy of the best checkpoint up to the start point, if the run's folder lacks that checkpoint."""
-    if all(each.is_here for each in own):
+    if all(checkpoint.is_here for checkpoint in listed.saved):
         return None
     from pretraining.checkpoint.retention import best_of  # imports torch
 
-    saved = [each for each in own if each.has_save_name and each.step <= start.step]
+    saved = [checkpoint for checkpoint in own(start.manifest, listed.saved) if checkpoint.has_save_name]
     best = best_of(saved)
-    missing = [each.copy for each in saved if each == best and not each.is_here and each.copy != start.copy]
-    return missing[0] if missing else None
+    return None if best is None or best.is_here or best.copy == start.copy else best.copy
 
 
-def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping[str, str]) -> CheckpointRef:
-    """Find the newest good checkpoint of a run, or the older one that the user asks to go back to.
+def _own_start(
+    config: CheckpointConfig, listed: RunCheckpoints, damaged: Mapping[str, str], before_step: int | None
+) -> CheckpointRef | None:
+    """Find the newest good checkpoint of a run, or the older one that a request or a rollback goes back to.
 
-    An accepted start records the request, in config.yaml and in later checkpoints, so that no later start repeats it.
+    A request is done once the newest checkpoint was saved under it, or has got its manifest from it.
+
+    Returns:
+        None: the run has no checkpoint before `before_step`.
     """
     run, load_path, request = config.folder, config.ckpt_load_path, config.resume_from_checkpoint
-    unmet = [f"init_from=scratch {_EARLIER}"] if config.init_from == "scratch" else []
-    if load_path is not None and (is_address(load_path) or not is_within(Path(load_path), run)):
-        unmet.append(f"ckpt_load_path={load_path} {_EARLIER}")
-    newest = _newest_good(own, damaged, SAVE_PATH, run)
+    found, faults = newest_good(listed.saved, damaged)
+    newest = _as_start(found, faults, SAVE_PATH, run)
     if newest.manifest.average:
         raise CheckpointError(
             f"is an average of checkpoints: start a new run from it, with {LOAD_PATH}={run} and another {SAVE_PATH}",
             path=run,
         )
-    if request is None:
+    of_run = own(newest.manifest, listed.saved)
+    if before_step is not None:
+        earlier = [checkpoint for checkpoint in of_run if checkpoint.step < before_step]
+        return _as_start(*newest_good(earlier, damaged), SAVE_PATH, run) if earlier else None
+    unreadable = [checkpoint for checkpoint in listed.saved if checkpoint.kind is None]
+    named = None if request is None else _find_named([*unreadable, *of_run, *listed.set_aside], request)
+    before = newest.manifest.request
+    if request is None or request == before or (named and before and named == _find_named(of_run, before)):
+        unmet = [f"init_from=scratch {_EARLIER}"] if config.init_from == "scratch" else []
+        if load_path is not None and (is_address(load_path) or not is_within(Path(load_path), run)):
+            unmet.append(f"ckpt_load_path={load_path} {_EARLIER}")
         return replace(newest, unmet=tuple(unmet))
-    named, last = _find_named(own, request), last_settings(run)
-    done = [each.checkpoint.resume_from_checkpoint or "" for each in (newest.config, last) if each is not None]
-    is_done = request in done or (named is not None and named in [_find_named(own, each) for each in done if each])
-    if named is not None and (not is_done or named.path == newest.path):
-        chosen = _newest_good([named], damaged, RESUME, named.path)
-        return replace(chosen, damaged=newest.damaged, is_rewind=True)
-    unmet.append(f"resume_from_checkpoint={request} {_EARLIER}")
-    if named is not None:
-        folder = run / CHECKPOINTS / f"{SET_ASIDE}<name>"
-        unmet[-1] += f". To go back again, first move newer checkpoints to a new folder {folder}"
-    elif not is_done:
-        _check_begun_there(config, own, newest)
-    return replace(newest, unmet=tuple(unmet))
+    if named is None:
+        raise CheckpointError(_describe_unknown(listed, of_run, request, newest.step))
+    chosen = _as_start(first_good_place(named, damaged, faults := []), faults, RESUME, named.path)
+    if named in listed.set_aside:
+        path = free_path(run, named)
+        chosen = replace(chosen, path=path, aside=named.path if chosen.copy is None else None)
+    return replace(chosen, damaged=newest.damaged, is_rewind=True)
 
 
-def _check_begun_there(config: CheckpointConfig, own: list[Checkpoint], newest: CheckpointRef) -> None:
-    """Raise a CheckpointError unless a run began at the checkpoint that a request names and the run does not have."""
-    run, request = config.folder, config.resume_from_checkpoint or ""
-    gone = [checkpoint_at(path) for path in reversed(checkpoints_set_aside(run))]
-    if aside := _find_named(gone, request):
-        raise CheckpointError(
-            f"{RESUME}={request} is set aside. To take it back, move {aside.path} to {run / CHECKPOINTS}. If there is "
-            f"one of its name, give another name; else rename its {SET_ASIDE_FILE} in the mirror, if any, to {MANIFEST}"
-        )
-    if not any(_started_from(each, Path(request)) for each in own):
-        raise CheckpointError(
-            f"{RESUME}={request} is no checkpoint of the run in {run}, which holds "
-            f"{', '.join(each.path.name for each in own[::-1])}, and the run did not start from it. Leave it out to "
-            f"resume from step {newest.step}, or start a new run in another folder"
-        )
-
-
-def _started_from(own: Checkpoint, path: Path) -> bool:
-    """Return whether the run has named a path of another run as its start point when it saved this checkpoint."""
-    manifest = read_if_good(own.path) if own.copy is None else own.copy.manifest
-    if manifest is None:
-        return False
-    named = CheckpointRef(own.path, manifest).config.checkpoint
-    paths = (named.resume_from_checkpoint, named.ckpt_load_path)
-    return real_path(path) in [real_path(Path(each)) for each in paths if each is not None]
+def _describe_unknown(listed: RunCheckpoints, of_run: Sequence[Checkpoint], request: str, step: int) -> str:
+    """Return the error about a request that names no checkpoint of the run."""
+    aside = [
+        checkpoint.path for checkpoint in listed.set_aside if request in (checkpoint.path.name, str(checkpoint.step))
+    ]
+    if aside:
+        return f"{RESUME}={request} is set aside. To go back to it, give its path: {RESUME}={aside[-1]}"
+    names = list_some([checkpoint.path.name for checkpoint in of_run], _SHOWN)
+    return (
+        f"{RESUME}={request} is no checkpoint of the run in {listed.run}, which holds {names}. Leave it out to resume "
+        f"from step {step}, or start a new run in another folder"
+    )
 
 
 def named_checkpoint(run: Path, request: str) -> Path | None:
     """Return the checkpoint in a run's folder that `resume_from_checkpoint` names there; None = no such one."""
-    named = _find_named(committed_checkpoints(run)[::-1], request)
+    listed = list_run(run)
+    found, _ = newest_good(listed.saved)
+    of_run = [] if found is None else own(found.manifest, listed.saved)
+    named = _find_named([*of_run, *listed.set_aside], request)
     return None if named is None else named.path
 
 
-def _find_named(own: list[Checkpoint], request: str) -> Checkpoint | None:
-    """Return the checkpoint with this name, step or path, of a run's own checkpoints, newest first."""
-    by_name = {each.path.name: each for each in own}
-    by_step = {str(each.step): each for each in own}
-    by_path = {real_path(each.path): each for each in own}
+def _find_named(checkpoints: Sequence[Checkpoint], request: str) -> Checkpoint | None:
+    """Return the checkpoint with this name, step or path; one that is set aside has only its path."""
+    in_run = [checkpoint for checkpoint in checkpoints if checkpoint.path.parent.name == CHECKPOINTS]
+    by_name = {checkpoint.path.name: checkpoint for checkpoint in in_run}
+    by_step = {str(checkpoint.step): checkpoint for checkpoint in in_run}
+    by_path = {real_path(checkpoint.path): checkpoint for checkpoint in checkpoints}
     return by_name.get(request) or by_step.get(request) or by_path.get(real_path(Path(request)))
 
 
@@ -250,16 +251,16 @@ def _find_in_store(address: str, run: Path, damaged: Mapping[str, str]) -> Check
 
     place = address.partition("?")[0]
     fetched = run / FETCHED / re.sub(r"[^\w.-]+", "_", place)  # with the layout of a run
-    found = own_checkpoints(fetched, read_copies(address)).current
-    if not found:
+    listed = list_run(fetched, read_copies(address))
+    if not listed.saved:
         raise CheckpointError(f"{LOAD_PATH}={place} holds no complete checkpoint")
-    return _newest_good(found[::-1], damaged, LOAD_PATH, place)
+    return _as_start(*newest_good(listed.saved, damaged), LOAD_PATH, place)
 
 
 def _are_own(paths: list[Path], run: Path) -> bool:
     """Return whether the run has saved all these checkpoints; then it did not start from them."""
-    own = {real_path(each.path) for each in committed_checkpoints(run)}
-    return all(real_path(path) in own for path in paths)
+    saved = {real_path(checkpoint.path) for checkpoint in committed_checkpoints(run)}
+    return all(real_path(path) in saved for path in paths)
 
 
 def find_newest(
@@ -278,34 +279,26 @@ def find_newest(
             f"{flag}={source} holds no complete checkpoint: no {MANIFEST}, and none in a folder {CHECKPOINTS}/"
             f"{describe_other_weights(source)}"
         )
-    return _newest_good([checkpoint_at(path) for path in paths], damaged, flag, source)
+    return _as_start(*newest_good([checkpoint_at(path) for path in paths[::-1]], damaged), flag, source)
 
 
 def checkpoints_at(source: Path) -> list[Path]:
     """Return the checkpoint at a path, possibly damaged, or the checkpoints of the run there, newest first."""
     if is_folder(source) and (is_committed(source) or form_of(source) is not None):
         return [source]
-    return [each.path for each in reversed(committed_checkpoints(run_of(source)))]
+    return [checkpoint.path for checkpoint in reversed(checkpoints_of_run(run_of(source)))]
 
 
-def _newest_good(
-    checkpoints: Sequence[Checkpoint], damaged: Mapping[str, str], flag: str, source: Path | str
-) -> CheckpointRef:
-    """Return the first checkpoint without a known fault; a damaged one in the folder is replaced by its copy."""
-    faults: list[str] = []
-    for each in checkpoints:
-        for place in each.places:
-            try:
-                if str(place) in damaged:
-                    raise CheckpointError(damaged[str(place)])
-                copy, manifest = (place, place.manifest) if isinstance(place, Copy) else (None, read_manifest(place))
-            except CheckpointError as error:
-                faults.append(str(error))
-            else:
-                is_empty = not manifest.data
-                return CheckpointRef(each.path, manifest, weights_only=is_empty, damaged=tuple(faults), copy=copy)
-    lines = "\n".join(f"  {line}" for line in faults)
-    raise CheckpointError(f"{flag}={source} holds no good checkpoint:\n{lines}\nRepair one, or give another {flag}")
+def _as_start(found: Found | None, faults: Sequence[str], flag: str, source: Path | str) -> CheckpointRef:
+    """Return a checkpoint as a start point; raise a CheckpointError with the faults if there is none."""
+    if found is None:
+        lines = "\n".join(f"  {line}" for line in faults)
+        raise CheckpointError(f"{flag}={source} holds no good checkpoint:\n{lines}\nRepair one, or give another {flag}")
+    copy = found.place if isinstance(found.place, Copy) else None
+    manifest = found.manifest
+    return CheckpointRef(
+        found.checkpoint.path, manifest, weights_only=not manifest.data, damaged=tuple(faults), copy=copy
+    )
 
 
 def is_within(path: Path, folder: Path) -> bool:

@@ -21,17 +21,19 @@ from typing import Any
 
 import torch
 
+from pretraining.checkpoint.branches import own
 from pretraining.checkpoint.completeness import check_finite
 from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.hf_import import origin_file
 from pretraining.checkpoint.manifest import AVERAGE, EVALUATION_SETS_STATE, Manifest, check_same_model, shape_of
+from pretraining.checkpoint.own_checkpoints import newest_good
 from pretraining.checkpoint.reader import open_whole_model, read_tensor
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
     PREEMPT_SUFFIX,
     Checkpoint,
     checkpoint_path,
-    committed_checkpoints,
+    checkpoints_of_run,
     run_of,
 )
 from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at, find_newest
@@ -127,9 +129,11 @@ def _local(source: str, stack: ExitStack, *, with_files: bool = True, names: Seq
 def _saved_checkpoints(run: Path) -> list[Checkpoint]:
     """Return one checkpoint per step of a run, by step, without those for the case of a stop."""
     by_step: dict[int, Checkpoint] = {}
-    for each in committed_checkpoints(run_of(run)):
-        if each.kind != "preempt" and each.path.suffix != PREEMPT_SUFFIX:
-            by_step[each.step] = each  # a user's copy comes before its original
+    saved = checkpoints_of_run(run_of(run))
+    newest, _ = newest_good(saved)
+    for checkpoint in own(newest.manifest, saved) if newest is not None else saved:
+        if checkpoint.kind != "preempt" and checkpoint.path.suffix != PREEMPT_SUFFIX:
+            by_step[checkpoint.step] = checkpoint  # a user's copy comes before its original
     return list(by_step.values())
 
 

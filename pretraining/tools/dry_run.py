@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import islice
 
 from pretraining.checkpoint.lease import must_wait_for_lease
-from pretraining.checkpoint.run_folder import FROM_DATA, find_run_folder
+from pretraining.checkpoint.run_folder import FROM_DATA, STATUS_FILE, find_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.assignments import Assignment
 from pretraining.config.command_line import ResolvedConfig
@@ -40,7 +40,7 @@ from pretraining.train.messages import log_plan
 from pretraining.train.opening import open_run
 from pretraining.train.plan import Plan, plan_run
 from pretraining.train.preemption import StopRequests
-from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, read_status
+from pretraining.train.run_status import RunStatus, count_start, read_status
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.checkpoint.run_folder import committed_checkpoints, newest_run_path, run_of
+from pretraining.checkpoint.run_folder import checkpoints_of_run, newest_run_path, run_of
 from pretraining.checkpoint.start_point import find_newest, find_start, named_checkpoint
 from pretraining.config.assignments import COMMAND_LINE, Assignment, Source
 from pretraining.config.batch_sizes import BatchSizes
@@ -125,7 +125,7 @@ def _find_named(run: str | None, request: str, *, is_required: bool) -> str | No
     folder = None if run is None else run_of(Path(newest_run_path(run)))
     found = None if folder is None else named_checkpoint(folder, request)
     if found is None and folder is not None and is_required:
-        names = ", ".join(each.path.name for each in committed_checkpoints(folder)) or "none"
+        names = ", ".join(each.path.name for each in checkpoints_of_run(folder)) or "none"
         raise CheckpointError(
             f"--resume_from_checkpoint={request} is no checkpoint of the run in {folder}, which holds {names}"
         )

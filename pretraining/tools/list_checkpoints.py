@@ -9,7 +9,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pretraining.checkpoint.branches import is_given_up
 from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.own_checkpoints import list_run, newest_good
 from pretraining.checkpoint.run_folder import (
     BEST,
     CHECKPOINTS,
@@ -25,6 +27,7 @@ from pretraining.text import count_of, format_bytes, format_seconds, format_tabl
 from pretraining.tools.commands import ListConfig
 
 SET_ASIDE_STATE = "set aside"
+NOT_USED_STATE = "not used"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,8 @@ class Row:
     Attributes:
         name: folder name; of one that is set aside, with the folder set_aside_<time>.
         state: "complete"; "incomplete" (an interrupted save, or one in progress); "damaged" (wrong names or sizes);
-            "set aside" (the run has gone back from it).
+            "set aside" (the run has gone back from it); "not used" (the next start sets it aside, or it belongs to
+            another run).
         kind: reason for the save, from the manifest; "import" for imported weights, "merged" for an average.
         best: whether the link `best` of the run points to this checkpoint.
         bytes: size of all files.
@@ -78,9 +82,19 @@ def list_checkpoints(config: ListConfig) -> None:
 
 def rows_of(run: Path) -> list[Row]:
     """Return a row per checkpoint of a run: committed ones by step, then unfinished saves, then those set aside."""
+    listed = list_run(run)
+    newest, _ = newest_good(listed.saved)
+    used = {
+        checkpoint.path
+        for checkpoint in listed.saved
+        if newest is None or checkpoint.kind is None or not is_given_up(checkpoint, newest.manifest)
+    }
     link = run / CHECKPOINTS / BEST
     best = real_path(link) if link.is_symlink() else None
-    committed = [_row(each.path, "complete", best) for each in committed_checkpoints(run)]
+    committed = [
+        _row(checkpoint.path, "complete" if checkpoint.path in used else NOT_USED_STATE, best)
+        for checkpoint in committed_checkpoints(run)
+    ]
     unfinished = [_row(path, "incomplete", best) for path in unfinished_saves(run)]
     return committed + unfinished + [_row(path, SET_ASIDE_STATE, best) for path in checkpoints_set_aside(run)]
 
@@ -100,7 +114,7 @@ def _row(path: Path, state: str, best: Path | None) -> Row:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return replace(row, state="damaged" if state == "complete" else state, fault=str(error))
+        return replace(row, state=state if state == SET_ASIDE_STATE else "damaged", fault=str(error))
     return replace(
         row,
         kind=manifest.kind if manifest.data else "merged" if manifest.average else "import",

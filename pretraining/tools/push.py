@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.branches import is_given_up
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.mirror import Mirror, TakenOverError, list_copies
-from pretraining.checkpoint.own_checkpoints import own_checkpoints
+from pretraining.checkpoint.own_checkpoints import list_run, newest_good
 from pretraining.config.recipes import RUN_CONFIG_FILE, load_config
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import is_address
@@ -43,19 +42,21 @@ def push(config: PushConfig) -> None:
     store, lease = str(address).partition("?")[0].rstrip("/"), Lease(run)
     lease.acquire()
     try:
-        listed = own_checkpoints(run, list_copies(settings))
-        here = [each.path for each in listed.current if each.is_here]
-        good = [each.step for each in listed.current if each.is_here and (each.copy or _is_good(each.path))]
-        newest = max(good, default=-1)
-        newer = [each.path.name for each in listed.current if not each.is_here and each.step > newest]
-        unlike = [*newer, *(path.name for path in listed.given_up)]
+        listed = list_run(run, list_copies(settings))
+        newest, _ = newest_good(listed.saved)
+        readable = [checkpoint for checkpoint in listed.saved if checkpoint.kind is not None]
+        ahead = [] if newest is None or newest.checkpoint.is_here else [newest.checkpoint]
+        given_up = [each for each in readable if newest is not None and is_given_up(each, newest.manifest)]
+        unlike = [*ahead, *given_up]
         if unlike:
+            names = list_some([checkpoint.path.name for checkpoint in unlike], 4)
             raise CheckpointError(
-                f"holds other checkpoints than {store}, where the run has continued: {list_some(unlike, 4)}. Start "
-                "the run to fetch them",
+                f"holds other checkpoints than {store}, where the run has continued: {names}. Start the run to fetch "
+                "them",
                 path=run,
             )
-        mirror, copied, faults = Mirror(settings, newest, given_up=listed.given_up_copies), 0, list[str]()
+        here = [checkpoint.path for checkpoint in listed.saved if checkpoint.is_here]
+        mirror, copied, faults = Mirror(settings, listed.run_id), 0, list[str]()
         for path in here:
             try:
                 copied += _copy_if_missing(path, mirror)
@@ -80,10 +81,3 @@ def _copy_if_missing(checkpoint: Path, mirror: Mirror) -> bool:
     if (problem := mirror.finish(threading.TIMEOUT_MAX)) is not None:
         raise CheckpointError(problem)
     return True
-
-
-def _is_good(checkpoint: Path) -> bool:
-    with suppress(CheckpointError):
-        read_manifest(checkpoint)
-        return True
-    return False

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import Manifest
-from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, run_of
+from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE, checkpoints_of_run, run_of
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.recipes import RUN_CONFIG_FILE, settings_in
 from pretraining.config.settings_files import read_text
@@ -41,7 +41,7 @@ from pretraining.files import entries_of, exists, is_folder, read_json
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.report_file import is_evaluation, number_of, read_lines
 from pretraining.observability.trackers import LOGS, METRICS_FILE
-from pretraining.train.run_status import STATUS_FILE, read_status
+from pretraining.train.run_status import read_status
 
 T = TypeVar("T")
 
@@ -230,9 +230,9 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _newest_mixture(folder: Path) -> list[MixturePart]:
-    for each in reversed(committed_checkpoints(folder)):
+    for checkpoint in reversed(checkpoints_of_run(folder)):
         try:
-            return mixture_of(read_document(each.path))
+            return mixture_of(read_document(checkpoint.path))
         except CheckpointError:  # `pretrain verify` reports the fault
             continue
     return []

@@ -29,6 +29,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
+from pretraining.checkpoint.run_folder import STATUS_FILE
 from pretraining.config.assignments import RECIPE_NAMES, Assignment, Reader
 from pretraining.config.command_line import assign
 from pretraining.config.fields import settings_of
@@ -41,7 +42,6 @@ from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import count_of, format_table
 from pretraining.tools.commands import SweepConfig, SweepSettings
 from pretraining.tools.translate.hook import translate_given
-from pretraining.train.run_status import STATUS_FILE
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.branches import Branches, Point, branches_from
+from pretraining.checkpoint.branches import Branches, begin_branch
 from pretraining.checkpoint.hf_import import record_origin
 from pretraining.checkpoint.manager import CheckpointManager, layout_of_run, manifest_of_run
 from pretraining.checkpoint.manifest import (
@@ -27,9 +27,9 @@ from pretraining.checkpoint.manifest import (
     tensor_state,
 )
 from pretraining.checkpoint.mirror import Mirror, fetch_start
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, list_run
 from pretraining.checkpoint.restore import load
-from pretraining.checkpoint.retention import set_aside_newer
-from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints, write_config
+from pretraining.checkpoint.run_folder import write_config
 from pretraining.checkpoint.saver import Saver
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.plugins import OPTIMIZERS
@@ -77,6 +77,7 @@ from pretraining.train.loop import Run
 from pretraining.train.messages import changed_settings, log_plan
 from pretraining.train.open_data import byte_lengths, read_batches
 from pretraining.train.plan import Plan
+from pretraining.train.run_status import RunStatusWriter
 from pretraining.train.stability import Guards, SpikeDetector
 from pretraining.train.step import StepContext
 
@@ -106,12 +107,13 @@ def build_run(plan: Plan, job: Job) -> Run:
     if plan.start is None:  # late, since it is slow: errors in the data settings come first
         initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
     run = _assemble(plan, _build_context(plan, model, optimizer, job.hook), job)
-    if plan.start is not None and plan.start.is_rewind:
-        on_every_rank(job.requests.raise_if_pending)
-        newer = on_rank_zero(partial(set_aside_newer, plan.config.checkpoint.folder, plan.state.step + 1))
-        path = str(plan.start.path)
-        job.status.events.add("return", plan.state.step, checkpoint=path, set_aside=list(map(str, newer)))
-    on_rank_zero(lambda: _write_records(plan))  # a recorded return is done
+    on_every_rank(job.requests.raise_if_pending)
+    if plan.rollback is None and plan.start is not None and plan.start.is_own:
+        others = run.checkpoints.take_over(plan.start, plan.state)
+        if plan.start.is_rewind:
+            paths = list(map(str, others))
+            job.status.events.add("return", plan.state.step, checkpoint=str(plan.start.path), set_aside=paths)
+    on_rank_zero(lambda: _write_records(plan))
     on_every_rank(job.requests.raise_if_pending)
     begin_training(optimizer)
     job.status.mark_training(plan.state)
@@ -144,7 +146,7 @@ def restore_cpu_threads(
 def _fetch_start(plan: Plan, events: Events) -> None:
     """Fetch what the start needs from object stores; a collective call."""
     start, config = plan.start, plan.config.checkpoint
-    if start is not None and (start.copy or start.best_copy or start.run.given_up):
+    if start is not None and (start.copy or start.best_copy or start.aside):
         on_rank_zero(partial(fetch_start, config, start))
         on_rank_zero(partial(events.open, config.folder))  # the file may be a new one
 
@@ -350,18 +352,21 @@ def _build_checkpoints(
     observer: Observer,
     job: Job,
 ) -> CheckpointManager:
-    config, saver, mirror = plan.config, None, None
+    config, status, saver, mirror = plan.config, job.status, None, None
     own = plan.restored if plan.restored is not None and plan.restored.is_own else None
     if config.checkpoint.ckpt_mirror_path is not None:
-        step, newest = (own.step, own.path if own.manifest.recorded_files else None) if own else (0, None)
-        given_up = own.run.given_up_copies if own else ()
-        listed = None if own is None or plan.is_return else own.run.copies
-        spare = plan.processes.device.type == "cpu"
-        mirror = Mirror(config.checkpoint, step, newest, given_up=given_up, listed=listed, spare_cores=spare)
+        mirror = Mirror(
+            config.checkpoint,
+            on_rank_zero(lambda: status.run_id),
+            own.path if own is not None and own.manifest.recorded_files else None,
+            expected=None if plan.start is None else plan.start.mirrored,
+            is_checked=plan.rollback is None,
+            spare_cores=plan.processes.device.type == "cpu",
+        )
     if config.checkpoint.ckpt_save_path is not None:
         timeout = collective_timeout(config.guard)
         saver = Saver(config.checkpoint, context.model.parameters, context.optimizer, job.lease, timeout, mirror)
-    manifest = manifest_of_run(config, *on_rank_zero(lambda: (job.status.run_id, _branches_of_saves(plan, mirror))))
+    manifest = manifest_of_run(config, *on_rank_zero(lambda: (status.run_id, _begin_branch(plan, mirror, status))))
     checkpoints = CheckpointManager(
         config.checkpoint,
         saver,
@@ -380,14 +385,20 @@ def _build_checkpoints(
     return checkpoints
 
 
-def _branches_of_saves(plan: Plan, mirror: Mirror | None) -> Branches:
-    """Return the branches in the checkpoints that this start will save; on rank 0."""
+def _begin_branch(plan: Plan, mirror: Mirror | None, status: RunStatusWriter) -> Branches:
+    """Begin the branch of the checkpoints that this start will save, and return its branches; on rank 0."""
     config = plan.config.checkpoint
     if config.ckpt_save_path is None:
         return ()
-    own = plan.start if plan.start is not None and plan.start.is_own else None
-    here = [each for each in committed_checkpoints(config.folder) if plan.is_return or each.step <= plan.state.step]
-    known: list[Point] = [*here, *map(checkpoint_at, checkpoints_set_aside(config.folder))]
-    known += [] if mirror is None else mirror.known
-    first_step = plan.state.step + (own is not None and plan.rollback is None)
-    return branches_from(None if own is None else own.manifest, known, first_step, is_return=plan.is_return)
+    copies = NO_COPIES if mirror is None else mirror.copies
+    listed = list_run(config.folder, copies)
+    branches = begin_branch(
+        plan.start.manifest if plan.start is not None and plan.start.is_own else None,
+        plan.state.step,
+        [*listed.saved, *listed.set_aside],
+        above=status.branch,
+        is_plain=not plan.is_return,
+        seen=listed.mirrored,
+    )
+    status.record_branch(branches[-1].number)
+    return branches

@@ -13,11 +13,11 @@ is found, and the run is completed, planned and built from it. A run that diverg
 before the divergence, and skips the samples since. PaLM got past its loss spikes this way (Chowdhery et al., 2022,
 section 5.1): a spike came from certain batches meeting certain weights, and did not come back with other batches.
 
-    divergence -> restore an older checkpoint -> save it again with the skipped samples -> set newer checkpoints aside
+    divergence -> restore an older checkpoint -> give it a manifest with the skipped samples -> set others aside
 
-A run that is killed before newer checkpoints are set aside diverges again at its next start. If its newest checkpoint
-was saved after the last skipped update, the count in this checkpoint raises the divergence at once. After the save,
-later starts and `pretrain inspect` know the skipped samples.
+A run that is killed before it has the new manifest diverges again at its next start. If its newest checkpoint was saved
+after the last skipped update, the count in this checkpoint raises the divergence at once. From the new manifest, later
+starts and `pretrain inspect` know the skipped samples.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ import torch
 from pretraining.checkpoint.copies import TRIES_OF_START
 from pretraining.checkpoint.lease import Lease, hold_lease
 from pretraining.checkpoint.mirror import list_copies
-from pretraining.checkpoint.retention import set_aside_newer
 from pretraining.checkpoint.run_folder import find_run_folder, make_run_path
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import TrainConfig
@@ -47,7 +46,7 @@ from pretraining.distributed.processes import (
     on_every_rank,
     on_rank_zero,
 )
-from pretraining.errors import DamagedError, DivergenceError, Interrupted, Preempted
+from pretraining.errors import DamagedError, DivergenceError, Interrupted, OutdatedError, Preempted
 from pretraining.evaluation.evaluators import UserEvaluator
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
@@ -175,11 +174,14 @@ def train_with_rollbacks(given: TrainConfig, job: Job) -> Run:
             try:
                 plan = on_every_rank(partial(plan_run, config, start, opened, excluded.rollback))
                 run = build_run(plan, job)
+            except OutdatedError as error:
+                log.info("%s", error)
+                continue
             except DamagedError as error:
                 excluded = excluded.with_damaged(start, error)
                 continue
             if excluded.divergence is not None:
-                _log_rollback(run, excluded, _replace_newer(run))
+                _log_rollback(run, excluded, _go_back(run))
             divergence = _train_until_divergence(run)
         if divergence is None:
             return run
@@ -250,15 +252,12 @@ def _rollback_from(run: Run, divergence: DivergenceError) -> Rollback:
     return Rollback(divergence.first_step, skipped, run.state.stop_step)
 
 
-def _replace_newer(run: Run) -> list[Path]:
-    """Save a run that goes back, set aside the checkpoints that it replaces, and return them; a collective call.
+def _go_back(run: Run) -> list[Path]:
+    """Make the target of a rollback the newest checkpoint, and return those that are set aside; a collective call.
 
     They hold weights after the divergence, or a data position before the skipped samples.
     """
-    start, folder = run.plan.start, run.plan.config.checkpoint.folder
-    run.checkpoints.save_now(run.state, start.manifest.kind if start is not None and start.is_own else "interval")
-    saved = run.checkpoints.newest
-    return on_rank_zero(lambda: set_aside_newer(folder, run.state.step, saved))
+    return run.checkpoints.take_over(run.plan.start, run.state, rolls_back=True)
 
 
 def _log_rollback(run: Run, excluded: Excluded, newer: Sequence[Path]) -> None:

@@ -5,7 +5,8 @@
 Rank 0 writes the file when a start begins and ends. A killed run or machine leaves "running" behind, so each start
 counts as a crash until it ends in another way. A start that runs out of time before its first step counts, too: the
 next start would do the same. After too many such starts in a row, without a new checkpoint, the next start is refused.
-No decision uses the time in the file, since clocks differ. The file also holds the run's id, made at its first start.
+No decision uses the time in the file, since clocks differ. The file also holds the run's id, made at its first start,
+and the number of its last branch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pretraining.checkpoint.run_folder import CHECKPOINTS, newest_manifest
+from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE, run_id_of
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.run_recipe import last_start
 from pretraining.errors import CheckpointError, Preempted, PretrainError
@@ -28,8 +29,6 @@ from pretraining.progress import TrainState
 from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
-
-STATUS_FILE = "run_status.json"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ class RunStatus:
             time before their first step.
         started_at_step: step of the start point.
         updated: time of writing (ISO 8601, UTC).
-        run_id: id of the run, 16 hexadecimal digits; empty if an earlier version wrote the file.
+        run_id: id of the run, 16 hexadecimal digits.
+        branch: number of the last branch that a start began here.
     """
 
     status: str = ""
@@ -54,6 +54,7 @@ class RunStatus:
     started_at_step: int = 0
     updated: str = ""
     run_id: str = ""
+    branch: int = 0
 
 
 class RunStatusWriter:
@@ -97,7 +98,7 @@ class RunStatusWriter:
         if first is None:
             self._previous = read_status(self._path) or RunStatus()
             known = start.manifest.run_id if start is not None and start.is_own else ""
-            self.run_id = self._previous.run_id or known or secrets.token_hex(8)
+            self.run_id = known or self._previous.run_id or secrets.token_hex(8)
         with writing_into(run):
             (run / CHECKPOINTS).mkdir(exist_ok=True)
             try:
@@ -106,7 +107,7 @@ class RunStatusWriter:
                 if first is not None:  # a start from a damaged checkpoint does not count
                     self._write(self._previous)
                 raise
-            started = replace(started, run_id=self.run_id)
+            started = replace(started, run_id=self.run_id, branch=self._previous.branch)
             self._write(started)
         self._started = started
         if first is None:
@@ -120,6 +121,18 @@ class RunStatusWriter:
             details["previous_status"] = "killed" if status == "running" else status
             details["previous_reason"] = self._previous.reason
         self.events.add("restart" if self._previous.starts else "start", started.step, **details)
+
+    @property
+    def branch(self) -> int:
+        """Number of the last branch that a start began in the run's folder."""
+        return (self._started or self._previous).branch
+
+    def record_branch(self, number: int) -> None:
+        """Record the number of the branch that this start begins; in the process that writes."""
+        if self._started is not None:
+            self._started = replace(self._started, branch=number)
+            with writing_into(self._path):
+                self._write(self._started)
 
     def mark_training(self, state: TrainState) -> None:
         """Count any error from now on as a crash, and read the step from `state`."""
@@ -199,20 +212,10 @@ def original_of(run: Path) -> Path | None:
     return None
 
 
-def run_id_of(run: Path) -> str:
-    """Return the id of the run in a folder, by its status or its newest checkpoint; empty if it has none."""
-    status = read_status(run / STATUS_FILE)
-    if status is not None and status.run_id:
-        return status.run_id
-    newest = newest_manifest(run)
-    return newest.run_id if newest is not None else ""
-
-
 def read_status(path: Path) -> RunStatus | None:
     """Return the status in a file; None if the file is missing, or damaged, which is logged and not an error."""
     try:
         values = checked_values(read_json(path))
-        values.setdefault("run_id", "")  # earlier versions wrote none
         return RunStatus(**{name: type(default)(values[name]) for name, default in asdict(RunStatus()).items()})
     except FileNotFoundError:
         return None

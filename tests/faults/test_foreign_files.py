@@ -28,14 +28,13 @@ import pretraining.train.run  # noqa: F401  loaded here: another user may not re
 from pretraining.checkpoint import lease
 from pretraining.checkpoint.lease import LEASE
 from pretraining.checkpoint.manifest import MANIFEST
-from pretraining.checkpoint.run_folder import CHECKPOINTS
+from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE
 from pretraining.cli import main
 from pretraining.config.recipes import RUN_CONFIG_FILE
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.files import DEEPEST_JSON
 from pretraining.model.hf import CONFIG_FILE, config_document
 from pretraining.tools import doctor
-from pretraining.train.run_status import STATUS_FILE
 
 NOBODY = 65534
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from unit.checkpoint import checkpoint_files
 
-from pretraining.checkpoint.branches import Branches
+from pretraining.checkpoint.branches import Branch, Branches
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import RUN_STATE, FileEntry, Manifest
 from pretraining.checkpoint.reader import load_tensors
@@ -18,6 +18,8 @@ from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import ModelConfig
 from pretraining.config.variants import resolve_shape
 
+FIRST = (Branch(1, 0, "first"),)
+"""Branches of a run that was started once."""
 SHAPE = resolve_shape(ModelConfig(model_variant="tiny"))
 
 
@@ -55,15 +57,14 @@ def save(
     kind: str = "interval",
     evaluation_loss: float | None = None,
     skipped: Sequence[Sequence[int]] = (),
-    branches: Branches = (),
+    branches: Branches = FIRST,
 ) -> Path:
-    """Save a checkpoint whose tensors hold its step; without branches, as earlier versions did."""
+    """Save a checkpoint whose tensors hold its step."""
     folder = checkpoint_path(run, step)
     folder = folder.with_name(folder.name + (".preempt" if kind == "preempt" else ""))
     manifest = manifest_of(step, kind=kind, evaluation_loss=evaluation_loss, skipped=skipped)
-    if branches:
-        record = {"id": "a run", "branches": list(map(list, branches)), "evaluation_loss": evaluation_loss}
-        manifest = replace(manifest, state={RUN_STATE: record})
+    record = {"id": "a run", "branches": branches, "evaluation_loss": evaluation_loss}
+    manifest = replace(manifest, state={RUN_STATE: record})
     save_checkpoint(folder, plan_save(tensors(float(step))), manifest)
     return folder
 

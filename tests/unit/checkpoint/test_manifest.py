@@ -17,7 +17,9 @@ from pretraining.files import with_checksum
 
 
 def test_a_manifest_reads_back_equal() -> None:
-    manifest = replace(manifest_of(3, {"a.safetensors": FileEntry(5, "0000abcd")}), loss=0.1, state={"guard": [1, 2.5]})
+    manifest = replace(
+        manifest_of(3, {"a.safetensors": FileEntry(5, "0000abcd")}), loss=0.1, state={"guard": {"a": [1, 2.5]}}
+    )
     assert Manifest.parse(json.loads(json.dumps(manifest.document())), "m.json") == manifest
 
 

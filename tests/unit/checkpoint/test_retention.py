@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from unit.checkpoint.examples import manifest_of, save, tensors
+from unit.checkpoint.examples import FIRST, manifest_of, save, tensors
 
-from pretraining.checkpoint.manifest import GUARDS_STATE, MANIFEST
+from pretraining.checkpoint.manifest import GUARDS_STATE, MANIFEST, RUN_STATE
 from pretraining.checkpoint.retention import apply_retention, best_of
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
@@ -32,7 +32,8 @@ def test_the_way_back_of_a_run_that_diverges_stays_until_the_next_update(kind: s
     save(tmp_path, 0, kind)
     save(tmp_path, 1, kind)
     for step in (2, 3):
-        skipping = replace(manifest_of(step), state={GUARDS_STATE: {"skipped_in_a_row": step - 1}})
+        record = {"id": "a run", "branches": FIRST}
+        skipping = replace(manifest_of(step), state={GUARDS_STATE: {"skipped_in_a_row": step - 1}, RUN_STATE: record})
         save_checkpoint(checkpoint_path(tmp_path, step), plan_save(tensors(float(step))), skipping)
         apply_retention(tmp_path, checkpoint_path(tmp_path, step), 1)
         assert names_in(tmp_path) == [name, f"step_{step}_ckp"]

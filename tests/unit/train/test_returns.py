@@ -23,6 +23,7 @@ from unit.train.whole_runs import (
     started_at,
 )
 
+from pretraining.checkpoint import manager
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
 from pretraining.errors import CheckpointError
@@ -72,7 +73,11 @@ def test_a_return_sets_newer_checkpoints_aside_begins_a_branch_and_is_recorded(b
     assert started_at(gone_back) == 2 and [path.name for path in set_aside(gone_back)] == ["step_3_ckp", "step_4_ckp"]
     assert all(equal(path, begun / "checkpoints" / path.name) for path in set_aside(gone_back))
     assert len(losses_of(gone_back)) == 3  # steps 1, 2, and 3 again
-    assert numbers(begun, 4) == [(1, 0)] and numbers(gone_back, 3) == [(1, 0), (2, 3)]
+    assert numbers(begun, 4) == [(1, 0)] and numbers(gone_back, 3) == [(1, 0), (2, 2)]
+    target, before = (manifest_of(each, 2) for each in (gone_back, begun))
+    assert [target[name] for name in ("files", "config", "data")] == [
+        before[name] for name in ("files", "config", "data")
+    ]
     assert not {"return", "settings", "skip_samples"} & {each["event"] for each in events_of(begun)}
     back = newest(gone_back, "return")
     assert (back["step"], back["set_aside"]) == (2, [str(checkpoint(gone_back, step)) for step in (3, 4)])
@@ -89,7 +94,8 @@ def test_a_return_is_not_repeated_and_trains_as_if_the_newer_checkpoints_did_not
     assert started_at(returned) == 3 and checkpoint(returned, 2).exists() != repeats_the_command
     assert "resume_from_checkpoint: '2'" in manifest_of(returned, 4)["config"]  # a requeued job has done it, too
     start(returned, *BACK) if repeats_the_command else resume(returned)
-    assert numbers(returned, 6) == [(1, 0), (2, 3)] and len(set_aside(returned)) == 2
+    branches = [(3, 2), (4, 4)] if repeats_the_command else [(2, 2), (3, 3), (4, 4)]  # the former has removed step 2
+    assert numbers(returned, 6) == [(1, 0), *branches] and len(set_aside(returned)) == 2
     assert len([each for each in events_of(returned) if each["event"] in ("return", "skip_samples")]) == 2
     whole = shutil.copytree(begun, tmp_path / "whole")
     for step in (3, 4):
@@ -104,10 +110,22 @@ def test_a_return_by_path_is_not_repeated_in_a_copy(run: Path, tmp_path: Path) -
     assert started_at(tmp_path / "copy") == 3
 
 
-def test_a_return_that_is_undone_by_hand_holds_and_later_saves_are_a_branch_of_their_own(returned: Path) -> None:
+def test_a_path_of_a_checkpoint_that_is_set_aside_goes_back_to_it(returned: Path, begun: Path) -> None:
+    four = set_aside(returned)[-1]
+    resume(returned, "run_steps=1", "skip_samples=", f"resume_from_checkpoint={four}")
+    assert started_at(returned) == 4 and numbers(returned, 5) == [(1, 0), (3, 4)]
+    assert equal(checkpoint(returned, 4), checkpoint(begun, 4)) and not four.exists()
+    # Step 2 got the branch of the first return, so it is no checkpoint before step 4 any more.
+    assert [path.name for path in set_aside(returned)] == ["step_3_ckp", "step_2_ckp", "step_3_ckp"]
+    resume(returned, "run_steps=1")
+    assert started_at(returned) == 5
+
+
+def test_a_checkpoint_that_a_user_moves_back_is_set_aside_again(returned: Path) -> None:
     set_aside(returned)[-1].rename(checkpoint(returned, 4))
-    resume(returned, "run_steps=1", "skip_samples=")
-    assert started_at(returned) == 4 and numbers(returned, 5) == [(1, 0), (3, 5)]
+    resume(returned, "run_steps=1")
+    assert started_at(returned) == 3 and len(set_aside(returned)) == 2
+    assert numbers(returned, 4) == [(1, 0), (2, 2), (3, 3)]
 
 
 def test_another_request_goes_back_again_and_one_that_ended_halfway_does_the_rest(
@@ -131,19 +149,21 @@ def test_another_request_goes_back_again_and_one_that_ended_halfway_does_the_res
     (checkpoint(run, 9) / "manifest.json").write_text("{")
     start(run, *EACH, "resume_from_checkpoint=3", "run_steps=1")
     moved = sorted(path.name for path in set_aside(run))
-    assert started_at(run) == 3 and moved == ["mine", "step_4_ckp", "step_5_ckp", "step_9_ckp"]
+    assert started_at(run) == 3 and moved == ["step_4_ckp", "step_5_ckp"]
+    resume(run, "run_steps=1")
+    assert started_at(run) == 4 and {"mine", "step_9_ckp"} <= checkpoints_of(run)  # neither is moved nor used
 
 
-@pytest.mark.parametrize("killed", ["set_aside_newer", "_write_records"])
+@pytest.mark.parametrize("killed", ["replace_manifest", "set_aside_others", "_write_records"])
 def test_a_return_that_is_killed_is_done_or_not(run: Path, monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
     def die(*arguments: object) -> None:
         raise CheckpointError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, killed, die)
+        patch.setattr(build if killed == "_write_records" else manager, killed, die)
         assert str(refusal(run, *BACK)) == "killed"
-    is_done = not checkpoint(run, 4).exists()
-    assert is_done == (killed == "_write_records")
+    is_done = killed != "replace_manifest"
+    assert checkpoint(run, 4).exists() == (killed != "_write_records")
     assert load_config(run / "config.yaml").checkpoint.resume_from_checkpoint is None
     resume(run, "run_steps=1")
     assert started_at(run) == (2 if is_done else 4)
@@ -166,23 +186,17 @@ def test_a_return_that_is_refused_moves_nothing(run: Path, begun: Path) -> None:
     assert saved(run) == before
 
 
-def test_a_start_that_does_not_repeat_its_return_logs_how_to_do_it_again(
+def test_a_request_that_is_done_is_not_mentioned_and_a_save_without_it_ends_that(
     returned: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start(returned, *BACK)
-    losses = losses_of(returned)
-    caplog.clear()
-    start(returned, *BACK)
-    assert started_at(returned) == 6
-    [line] = [each for each in caplog.messages if "To go back again" in each]
-    named = re.search(r"first move newer checkpoints to a new folder (\S+)<name>", line)
-    assert named is not None
-    new = Path(f"{named[1]}mine")
-    new.mkdir()
-    for step in range(3, 7):
-        checkpoint(returned, step).rename(new / f"step_{step}_ckp")
-    start(returned, *BACK)
-    assert started_at(returned) == 2 and losses_of(returned) == losses
+    caplog.set_level("INFO")
+    start(returned, *BACK, "run_steps=1")
+    assert started_at(returned) == 3 and "resume_from_checkpoint" not in caplog.text
+    start(returned, *EACH, "run_steps=1")
+    start(returned, *BACK, "run_steps=1")
+    assert started_at(returned) == 2 and f"train {returned} --resume_from_checkpoint=" in caplog.text
+    folder = set_aside(returned)[-1].parent
+    assert f"from step 2: 3 other checkpoints up to step 5 moved to {folder}" in caplog.text
 
 
 def samples_of(capsys: pytest.CaptureFixture[str], *words: object) -> list[int]:
@@ -228,14 +242,13 @@ def test_list_shows_what_is_set_aside_and_naming_it_says_how_to_take_it_back(
     main(["list", str(run)])
     assert re.search(r"^3 checkpoints, .* of which 1 set aside, ", capsys.readouterr().out, re.MULTILINE)
     path = run / "checkpoints" / aside
-    for request in (str(path), "step_4_ckp", "4"):
+    for request in ("step_4_ckp", "4"):
         error = str(refusal(run, *flags, f"resume_from_checkpoint={request}"))
-        assert f"move {path} to {run}/checkpoints" in error and "rename its set_aside.json in the mirror" in error
-        assert "If there is one of its name, give another name" in error
-    path.rename(checkpoint(run, 4))
-    [record] = (tmp_path / "store").rglob("set_aside.json")
-    record.rename(record.with_name("manifest.json"))
-    start(run, *flags, "num_steps=5")
+        assert f"give its path: --resume_from_checkpoint={path}" in error
+    shutil.rmtree(run)  # the mirror's is set aside in a folder of another name
+    [record] = (tmp_path / "store").rglob("set_aside_*/*/manifest.json")
+    there = run / record.parent.relative_to(tmp_path / "store")
+    start(run, *flags, "num_steps=5", f"resume_from_checkpoint={there}")
     assert started_at(run) == 4 and equal(checkpoint(run, 4), four)
 
 
@@ -279,4 +292,4 @@ def test_a_copy_that_another_machine_makes_during_a_start_is_not_set_aside(
     start(tmp_path / "run", *flags, "run_steps=2")
     assert "step_4_ckp" in caplog.text and checkpoints_of(tmp_path / "run") >= {"step_4_ckp", "step_6_ckp"}
     assert equal(checkpoint(tmp_path / "run", 4), checkpoint(tmp_path / "first", 4))
-    assert not list((tmp_path / "store").rglob("set_aside.json"))
+    assert not list((tmp_path / "store").rglob("set_aside_*"))

@@ -21,7 +21,7 @@ from unit.train.whole_runs import (
     started_at,
 )
 
-from pretraining.checkpoint.manager import CheckpointManager
+from pretraining.checkpoint import manager
 from pretraining.object_store import Store, StoreError
 from pretraining.train import run as run_module
 
@@ -91,8 +91,8 @@ class KilledError(Exception):
 
 STAGES = {
     "before a target is found": (run_module, "_rollback_from"),
-    "before the target is saved again": (CheckpointManager, "save_now"),
-    "before newer checkpoints are set aside": (run_module, "set_aside_newer"),
+    "before the target gets its manifest": (manager, "replace_manifest"),
+    "before newer checkpoints are set aside": (manager, "set_aside_others"),
     "before training continues": (run_module, "_log_rollback"),
 }
 

@@ -86,8 +86,8 @@ def manifest_of(run: Path, step: int) -> dict[str, Any]:
 
 
 def numbers(run: Path, step: int) -> list[tuple[int, int]]:
-    """Return number and first step of the branches up to a checkpoint."""
-    return [(number, first) for number, first, _ in manifest_of(run, step)["state"]["run"]["branches"]]
+    """Return number and begin of the branches up to a checkpoint."""
+    return [(number, begin) for number, begin, *_ in manifest_of(run, step)["state"]["run"]["branches"]]
 
 
 def started_at(run: Path) -> int:
