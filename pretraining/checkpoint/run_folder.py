@@ -31,7 +31,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import absolute_if_local, entries_of, is_file, is_folder, real_path, write_atomic, writing_into
-from pretraining.progress import DefaultDuration
 
 CHECKPOINTS = "checkpoints"
 BEST = "best"
@@ -295,8 +294,6 @@ def _has_settings(folder: Path, config: TrainConfig) -> bool:
     # The settings in a folder are complete: a start fills in what the user leaves open.
     model = vars(config.model) if given["model_variant"] is None else ("vocab_size",)
     left_open = {name for name in (*FROM_DATA, *model) if given[name] in (None, ())}
-    if isinstance(given["warmup_steps"], DefaultDuration):  # a start shortens a default of another system
-        left_open.add("warmup_steps")
     return all(
         value == saved[name] or (settings[name].is_path and _real(value) == _real(saved[name]))
         for name, value in given.items()

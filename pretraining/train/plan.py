@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -43,7 +43,7 @@ from pretraining.model.llama import block_class
 from pretraining.observability.metrics import Metrics
 from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
-from pretraining.progress import BestBy, DefaultDuration, Progress, TokenSchedule, TrainState
+from pretraining.progress import BestBy, Progress, TokenSchedule, TrainState
 from pretraining.train.memory_check import check_memory
 from pretraining.train.open_data import OpenedData, open_evaluation_sources
 
@@ -185,12 +185,6 @@ def plan_run(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )
     training_tokens = data.training_tokens if data is not None else None
-    warmup = config.schedule.warmup_steps
-    if isinstance(warmup, DefaultDuration):
-        fitting = warmup.fit(config.run.num_steps, token_schedule, training_tokens)
-        if str(fitting) != str(warmup):
-            log.info("warmup_steps is %s: the %s of another system's default are not below the run", fitting, warmup)
-        config = replace(config, schedule=replace(config.schedule, warmup_steps=fitting))
     learning_rate = build_learning_rate(
         config.schedule, config.run.num_steps, token_schedule, training_tokens, _annealing_start(config, restored)
     )
