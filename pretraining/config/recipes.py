@@ -6,7 +6,7 @@ or by the name of a recipe in this package.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,14 @@ def settings_in(content: str, name: str) -> TrainConfig:
     return _read_config(parse_recipe(content, name))[0]
 
 
-def dump_config(config: Any) -> str:
-    """Return all settings of a root as YAML by sections, which `load_config` reads back equal."""
+def dump_config(config: Any, names: Container[str] | None = None) -> str:
+    """Return settings of a root as YAML by sections, which `load_config` reads back equal; None = all settings."""
     tree: dict[str, Any] = {}
     values = values_of(config)
     for name, setting in settings_of(type(config)).items():
-        target = tree.setdefault(setting.section, {}) if setting.section else tree
-        target[name] = _to_yaml_type(values[name])
+        if names is None or name in names:
+            target = tree.setdefault(setting.section, {}) if setting.section else tree
+            target[name] = _to_yaml_type(values[name])
     return yaml.dump(tree, Dumper=_FlowListDumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 

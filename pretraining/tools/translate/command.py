@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pretraining.config.assignments import Assignment, Reader
 from pretraining.config.command_line import assign, read_given, resolve_config
+from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, output_errors, write_atomic
 from pretraining.launch.terminal import print_text
 from pretraining.tools.commands import TranslateConfig
-from pretraining.tools.translate.files import text_of
 from pretraining.tools.translate.system import ACCEPT_LLAMA, ACCEPT_UNKNOWN
 from pretraining.tools.translate.translate import SYSTEMS, translate_all
 
 _YAML = (".yaml", ".yml")
 _FIRST_WORDS = "# Translated from "
 """First words of a translated recipe; only such a file may be overwritten."""
-_PLAIN = re.compile(r"[\w./+-]*\w([\w./+,:%-]*[\w./%])?")
-"""Scalars that need no quotes in YAML."""
 
 
 def translate_command(given: Sequence[Assignment]) -> None:
@@ -59,37 +54,15 @@ def translate_file(config: TranslateConfig, arguments: Sequence[Assignment] = ()
     file = translated.translations[0]
     table = [*file.table(), f" {translated.left_open()}"]
     print_text("\n".join([f"{name}: {file.system.title}\n", *table]))
-    lines = [
-        f"{_FIRST_WORDS}{name} ({file.system.title}):",
-        *(f"#{line}".rstrip() for line in table),
-        *_recipe_lines(reader),
-    ]
+    comments = [f"{_FIRST_WORDS}{name} ({file.system.title}):", *(f"#{line}".rstrip() for line in table)]
+    recipe = "\n".join([*comments, dump_config(reader.build(), reader.chosen)])
     if config.output_path is None:
-        print_text("\n".join(["", *lines]))
+        print_text(f"\n{recipe}".rstrip())
         return
     output = Path(config.output_path)
     with output_errors(output):
         check_replaceable(output, beginning=_FIRST_WORDS.encode())
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(output, "\n".join([*lines, ""]))
+        write_atomic(output, recipe)
     command = shlex.join(["pretrain", "train", f"--recipe={output}"])
     print_text(f"\nwritten to {output}. Train with it:\n  {command}")
-
-
-def _recipe_lines(reader: Reader[TrainConfig]) -> Iterator[str]:
-    """Yield the given settings as a recipe by sections, in their own words."""
-    section = None
-    for name, setting in reader.settings.items():
-        if name not in reader.chosen:
-            continue
-        if setting.section != section:
-            section = setting.section
-            yield f"{section}:"
-        given = reader.chosen[name]
-        text = text_of(given.raw) if given.section_and_name[1] == name else format_value(reader.values[name])
-        yield f"  {name}: {_as_yaml('null' if text is None else text)}"
-
-
-def _as_yaml(text: str) -> str:
-    """Return a text as a YAML scalar; the reader of recipes takes every scalar but null as text."""
-    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)

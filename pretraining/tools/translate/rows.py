@@ -19,7 +19,7 @@ class NotALlamaError(ValueError):
 
 
 class Row(NamedTuple):
-    """What one key becomes.
+    """The result of one key.
 
     Attributes:
         setting: our setting; "" if `convert` returns settings by name, or if there is none.

@@ -83,7 +83,7 @@ class System:
     Attributes:
         kind: its name for `pretrain translate`.
         title: its files in a few words.
-        rows: the table, by key; `section.*` stands for all other keys of a section.
+        rows: the table, by key.
         combine: translates keys that depend on each other, before the table is applied.
         name_of: returns the name in `rows` of a key as written.
         defaults: returns settings that the system's words imply if nothing sets them.
@@ -95,11 +95,6 @@ class System:
     combine: Callable[[Translation], None]
     name_of: Callable[[str], str] = str
     defaults: Callable[[Translation], Mapping[str, str]] = lambda translation: {}
-
-    def row_of(self, key: str) -> Row | None:
-        """Return the row of a key; None if it has none."""
-        sections = (f"{key[: dot.start()]}.*" for dot in re.finditer(r"\.", key))
-        return next((self.rows[name] for name in (key, *sections) if name in self.rows), None)
 
 
 @dataclass
@@ -203,13 +198,12 @@ class Translation:
         except ConfigError as error:
             self.problems += error.problems
         for key in [key for key in self.values if key not in self.notes]:
-            row = self.system.row_of(key)
             if key not in self:
                 self.set(key, "not given")
-            elif row is None:
-                self._translate_unknown(key)
+            elif key in self.system.rows:
+                self._apply(self.system.rows[key], key)
             else:
-                self._apply(row, key)
+                self._translate_unknown(key)
 
     def _apply(self, row: Row, key: str) -> None:
         try:
@@ -233,7 +227,7 @@ class Translation:
         elif ACCEPT_UNKNOWN in self.accepts:
             self.set(key, "unknown, and not applied")
         else:
-            hint = did_you_mean(key, [name for name in self.system.rows if "*" not in name], ": did you mean {}")
+            hint = did_you_mean(key, self.system.rows, ": did you mean {}")
             self.refuse(key, f"unknown{hint}. --{ACCEPT_UNKNOWN}=true leaves such keys out")
 
     def made(self) -> dict[str, str]:

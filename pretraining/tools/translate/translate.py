@@ -17,7 +17,6 @@ from pathlib import Path
 from pretraining.config.assignments import Assignment, Reader, setting_named
 from pretraining.config.command_line import read_given, recipe_names
 from pretraining.config.fields import sections_of, settings_of
-from pretraining.config.plugins import OPTIMIZERS, SCHEDULES
 from pretraining.config.recipes import RECIPE_SUFFIXES, find_recipe, read_recipe
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import did_you_mean, format_value
@@ -43,7 +42,7 @@ SYSTEMS = {table.SYSTEM.kind: table.SYSTEM for table in (stub, guide, deepspeed,
 _PYTHON = ".py"
 _LEFT_OPEN = (
     *("seq_length", "batch_size", "num_steps", "mixed_precision", "optimizer", "learning_rate", "weight_decay"),
-    *("adam_beta1", "adam_beta2", "grad_clip_thresh", "schedule", "warmup_steps", "min_lr_ratio"),
+    *("adam_beta2", "grad_clip_thresh", "schedule", "warmup_steps"),
 )
 """Settings of learning, which are named if nothing sets them beside another system's file."""
 
@@ -58,15 +57,10 @@ class Translated:
     def left_open(self) -> str:
         """Return a line with the settings of learning that neither files nor words give; "" if there are none."""
         values = read_given(TrainConfig, self.assignments).values
-        defaults = {name: setting.default for name, setting in settings_of(TrainConfig).items()}
-        missing = [name for name in _LEFT_OPEN if name not in values]
-        for setting, table in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
-            options = {name for entry in table.values() for name in entry.options}
-            entry = table.get(values.get(setting, defaults[setting]))
-            missing = [name for name in missing if name not in options or (entry and name in entry.options)]
+        defaults = {name: settings_of(TrainConfig)[name].default for name in _LEFT_OPEN if name not in values}
         files = [each.name for each in self.translations if each.name != composed.WORDS]
-        texts = [name if defaults[name] is None else f"{name}={format_value(defaults[name])}" for name in missing]
-        return f"left open by {', '.join(files)}, and as here: {', '.join(texts)}" if files and missing else ""
+        texts = [name if value is None else f"{name}={format_value(value)}" for name, value in defaults.items()]
+        return f"left open by {', '.join(files)}, and as here: {', '.join(texts)}" if files and texts else ""
 
 
 def translate(root: type, given: Sequence[Assignment]) -> list[Assignment]:
@@ -98,8 +92,8 @@ def translate_all(given: Sequence[Assignment], kind: str | None = None) -> Trans
     """Translate the recipes and words of other systems.
 
     A file takes words of its system, too. Dotted or positional words that are left and unknown may be settings of
-    composed configs. What such words or a file leave to defaults of their system applies only if no recipe of this
-    project stands before them.
+    composed configs. A default of another system applies only if no recipe of this project stands before its file or
+    words.
 
     Args:
         kind: system of the recipes; None = detected from their keys.
@@ -205,9 +199,8 @@ def _kind_of_file(values: Mapping[str, str | None], name: str) -> str | None:
 
 
 def _owners_of(key: str) -> list[str]:
-    """Return the systems that have a key, by name or else by its section."""
-    exact = [kind for kind, system in SYSTEMS.items() if system.name_of(key) in system.rows]
-    return exact or [kind for kind, system in SYSTEMS.items() if system.row_of(system.name_of(key)) is not None]
+    """Return the systems that have a key."""
+    return [kind for kind, system in SYSTEMS.items() if system.name_of(key) in system.rows]
 
 
 def _our_name_for(key: str, text: str | None) -> str:
@@ -264,7 +257,7 @@ def _translate(
             problems.append(f"two values for {system.name_of(value.key)}: {before.quote} and {value.quote}: keep one")
     for word, text in [(word, text) for word, text in typed.items() if word not in used]:
         key, ours = system.name_of(word.replace("-", "_")), setting_named(word)
-        if system.row_of(key) is not None and (ours is None or (values and key in system.rows)):
+        if key in system.rows and (ours is None or values):
             given[key] = Given(word, text)
             used.add(word)
         elif ours is not None:
