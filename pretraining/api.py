@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pretraining.checkpoint.run_folder import committed_checkpoints, newest_run_path
-from pretraining.config.command_line import assign
+from pretraining.config.command_line import assign, resolve_config
 from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import check_config, resolve_run_folder
 from pretraining.config.training import TrainConfig
@@ -36,7 +36,7 @@ from pretraining.launch.signals import ReceivedSignals, terminate_with_launcher
 from pretraining.launch.terminal import logging_to_terminal
 from pretraining.progress import Duration
 from pretraining.tools.commands import ExportConfig, SampleConfig
-from pretraining.tools.translate.hook import translate_given
+from pretraining.tools.translate.translate import translate
 
 if TYPE_CHECKING:
     from typing import Self
@@ -99,7 +99,7 @@ class Trainer:
             ConfigError: every problem of recipes and settings.
         """
         given = assign({"recipe": [str(recipe) for recipe in recipes], **settings} if recipes else settings)
-        resolved = translate_given(TrainConfig, given).resolve(TrainConfig, continues_runs=True)
+        resolved = resolve_config(TrainConfig, translate(TrainConfig, given), continues_runs=True)
         return cls(resolved.config)
 
     def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, tuple[Tensor, Tensor]]:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from pretraining import __version__
 from pretraining.config.assignments import Assignment
-from pretraining.config.command_line import naming_places, read_words
+from pretraining.config.command_line import naming_places, read_words, resolve_config
 from pretraining.config.fields import values_of
 from pretraining.config.help import help_text
 from pretraining.config.training import TrainConfig
@@ -43,7 +43,7 @@ from pretraining.launch.signals import (
 from pretraining.launch.terminal import ignore_output_errors, log_to_terminal, print_text
 from pretraining.tools import demo
 from pretraining.tools.commands import BESIDE_RECIPES, BESIDE_TRAINING, Command
-from pretraining.tools.translate.hook import translate_given
+from pretraining.tools.translate.translate import translate
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +53,11 @@ def train_command(given: Sequence[Assignment]) -> None:
     signals = ReceivedSignals().listen()
     terminate_with_launcher()
     of_demo = demo.settings_beside(given)
-    translated = translate_given(TrainConfig, [*of_demo, *given])
-    resolved = translated.resolve(TrainConfig, continues_runs=True)
+    resolved = resolve_config(TrainConfig, translate(TrainConfig, [*of_demo, *given]), continues_runs=True)
     config = resolved.config
     name_block(config.model.block)
     if of_demo:
         demo.prepare()
-    translated.check_prepared(config.data)
     if not config.run.dry_run:
         ignore_output_errors()
     layout = resolve_layout(os.environ)
@@ -96,7 +94,7 @@ def _run_command(row: Command, given: Sequence[Assignment]) -> None:
     if row.takes_assignments:
         _import_function(row.function)(given)
         return
-    config: Any = translate_given(row.settings, given).resolve(row.settings).config
+    config: Any = resolve_config(row.settings, translate(row.settings, given)).config
     name_block(values_of(config).get("block"))
     if (layout := _layout()) is not None:
         set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)

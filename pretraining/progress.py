@@ -315,21 +315,6 @@ class Scores(NamedTuple):
     task: float | None = None
 
 
-class DefaultDuration(Duration):
-    """A length that the default of another system asks for, not the user: it fits into any run."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Duration) and (self.amount, self.unit) == (other.amount, other.unit)
-
-    __hash__ = Duration.__hash__
-
-    def fit(self, length: Duration, schedule: TokenSchedule, training_tokens: int | None) -> Duration:
-        """Return the length, or a tenth of a run that is not longer."""
-        total = length.to_steps(schedule, training_tokens)
-        is_short = self.part_of(total, schedule, training_tokens) >= total
-        return Duration(total // 10, "steps") if is_short else Duration(self.amount, self.unit)
-
-
 def resolve_warmup_steps(
     warmup: Duration | None, length: Duration, schedule: TokenSchedule, training_tokens: int | None
 ) -> int:

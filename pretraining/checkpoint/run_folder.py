@@ -43,7 +43,6 @@ from pretraining.files import (
     write_atomic,
     writing_into,
 )
-from pretraining.progress import DefaultDuration
 
 CHECKPOINTS = "checkpoints"
 BEST = "best"
@@ -348,8 +347,6 @@ def _has_settings(folder: Path, config: TrainConfig) -> bool:
     # The settings in a folder are complete: a start fills in what the user leaves open.
     model = vars(config.model) if given["model_variant"] is None else ("vocab_size",)
     left_open = {name for name in (*FROM_DATA, *model) if given[name] in (None, ())}
-    if isinstance(given["warmup_steps"], DefaultDuration):  # a start shortens a default of another system
-        left_open.add("warmup_steps")
     return all(
         value == saved[name] or (settings[name].is_path and _real(value) == _real(saved[name]))
         for name, value in given.items()

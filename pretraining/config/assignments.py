@@ -1,15 +1,16 @@
 """The reader that turns settings from several sources into one dataclass.
 
-Each source (a recipe, the command line) is a list of assignments of raw text; later sources win. `Reader` finds the
-setting behind each name or alias, parses the text, and collects all problems, so that a user sees every mistake at
-once. Rules over several settings run afterwards, and skip settings that could not be parsed.
+Assignments of raw text stand in one list, in order of precedence: later sources (recipes, the command line) win.
+`Reader` finds the setting behind each name or alias, parses the text, and collects all problems, so that a user sees
+every mistake at once. Rules over several settings run afterwards, and skip settings that could not be parsed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +28,21 @@ RECIPE_NAMES = ("recipe", "config")
 # environment instead.
 IGNORED_NAMES = ("local_rank",)
 
-COMMAND_LINE = "command line"
+
+@dataclass(frozen=True)
+class Source:
+    """The place of assignments that may not contradict each other: a recipe, or the command line.
+
+    Attributes:
+        name: shown after values.
+        run: real path of the folder of a run, if the recipe is its config.yaml.
+    """
+
+    name: str
+    run: Path | None = None
+
+
+COMMAND_LINE = Source("command line")
 """Source of the settings that a user typed or passed to a `Trainer`."""
 
 
@@ -44,7 +59,7 @@ class Alias:
 
 
 ALWAYS_NONE = ("bol_token", "eol_token")
-"""Foreign settings that are accepted only as none: tokens around every sequence are not supported."""
+"""Names that are accepted only as none: tokens around every sequence are not supported."""
 
 NOT_SUPPORTED = {
     r"drop_?out|drop_?path|_pdrop$|stochastic_depth": "dropout is",
@@ -78,9 +93,7 @@ class Assignment:
         where: text for messages: `--learning_rate=abc` or `a.yaml: learning_rate: abc`.
         flag: name for messages: `--learning_rate` or `a.yaml: learning_rate`.
         valueless: whether the name stood alone; `raw` is then "True" or "False", which only boolean settings take.
-        source: name of the source, shown after values.
         is_typed: whether a user wrote it for this project, so that `$` in a path begins a variable.
-        hint: what to write instead, if the name is known not to be a setting.
     """
 
     name: str
@@ -88,9 +101,8 @@ class Assignment:
     where: str
     flag: str
     valueless: bool = False
-    source: str = COMMAND_LINE
+    source: Source = COMMAND_LINE
     is_typed: bool = True
-    hint: str = ""
 
     @property
     def section_and_name(self) -> tuple[str, str]:
@@ -99,22 +111,8 @@ class Assignment:
         return section, name
 
 
-@dataclass(frozen=True)
-class Source:
-    """Assignments of one place, which may not contradict each other.
-
-    Attributes:
-        name: shown after values.
-        path: file of a recipe of this project.
-    """
-
-    name: str
-    assignments: Sequence[Assignment]
-    path: Path | None = None
-
-
 class Reader(Generic[T]):
-    """Collects the settings of one root from its sources.
+    """Collects the settings of one root from assignments.
 
     Attributes:
         values: parsed values by name.
@@ -136,17 +134,22 @@ class Reader(Generic[T]):
         self.problems: list[str] = []
         self.unreadable: set[str] = set()
 
-    def read(self, source: Sequence[Assignment]) -> None:
-        """Read one source; its values replace values of earlier sources."""
+    def read(self, given: Iterable[Assignment]) -> None:
+        """Read assignments; values of a later source replace those of earlier sources."""
+        for _, assignments in groupby(given, key=lambda assignment: assignment.source):
+            self._read_source(assignments)
+
+    def _read_source(self, assignments: Iterable[Assignment]) -> None:
         seen: dict[str, tuple[Assignment, Any]] = {}
-        for assignment in source:
+        for assignment in assignments:
             setting = self.find(assignment)
             if setting is None:
                 if not assignment.name:
-                    self.problems.append(f"{assignment.where} sets nothing: write {assignment.hint}")
+                    more = ", --recipe=<file>, or the folder of a run (there is no such one)"
+                    remedy = "name=value or --name=value" + more * issubclass(self.root, TrainConfig)
+                    self.problems.append(f"{assignment.where} sets nothing: write {remedy}")
                 elif assignment.section_and_name[1] not in ALWAYS_NONE or assignment.raw not in _NONE_TEXTS:
-                    hint = assignment.hint or self._hint(assignment)
-                    self.problems.append(f"{assignment.flag} is not known: {hint}")
+                    self.problems.append(f"{assignment.flag} is not known: {self._hint(assignment)}")
                 continue
             if assignment.valueless and setting.base is not bool:
                 self._refuse(setting, f"{assignment.flag} has no value: write {assignment.flag}=…")

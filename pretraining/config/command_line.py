@@ -3,7 +3,7 @@
     words         --learning_rate=3e-4, --optimizer.learning_rate 3e-4, learning_rate=3e-4, --use-dummy-dataset,
                   --nomixed_precision, a path at the beginning
     assignments   an ordered list, `read_words`; `assign` makes one from Python's values
-    sources       the recipes that the assignments name, then the other assignments: `read_sources`
+                  with the assignments of the recipes that they name in front: `read_recipes`
     settings      `resolve_config`
 
 Defaults < recipes, left to right < command line, whose last word for a setting counts. The rules over several settings
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pretraining.config.assignments import COMMAND_LINE, IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader, Source
+from pretraining.config.assignments import COMMAND_LINE, IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader
 from pretraining.config.fields import setting, settings_of
 from pretraining.config.recipes import RECIPE_SUFFIXES, RUN_CONFIG_FILE, read_recipe
 from pretraining.config.rules import find_problems, resolve_run_folder
@@ -28,7 +28,7 @@ from pretraining.config.run_recipe import continue_run
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, split_list
 from pretraining.errors import ConfigError, PretrainError, Problem
-from pretraining.files import exists, is_address, is_folder
+from pretraining.files import exists, is_address, is_file, is_folder
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ResolvedConfig(Generic[T]):
 def load_train_config(words: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> TrainConfig:
     """Read the settings of a training run from words of the command line and values by name."""
     given = [*read_words(TrainConfig, words), *assign(settings or {})]
-    return resolve_config(TrainConfig, read_sources(given)).config
+    return resolve_config(TrainConfig, read_recipes(given)).config
 
 
 # Words
@@ -86,7 +86,7 @@ def read_words(root: type, words: Sequence[str]) -> list[Assignment]:
         elif is_bare_path(word) and all(each.flag.startswith("--") for each in given):
             first.append(word)
         else:
-            given.append(_read_positional(word, reads_recipes=issubclass(root, TrainConfig)))
+            given.append(_read_positional(word))
     given = [each for each in given if each.section_and_name[1] not in IGNORED_NAMES]
     last = {_setting_of(each, reader): each for each in given}
     kept = [each for each in given if not (name := _setting_of(each, reader)) or last[name] is each]
@@ -107,14 +107,12 @@ def _read_flag(word: str, rest: list[str], reader: Reader[Any]) -> Assignment:
     return off if reader.find(on) is None and reader.find(off) is not None else on
 
 
-def _read_positional(word: str, *, reads_recipes: bool = False) -> Assignment:
+def _read_positional(word: str) -> Assignment:
     name, _, text = word.partition("=")
     name = name.strip().lstrip("-")
     if name and not is_bare_path(word):
         return Assignment(name, text, where=word, flag=name)
-    hint = f"--recipe={word}" if reads_recipes and word.endswith(RECIPE_SUFFIXES) else "name=value or --name=value"
-    hint += ", or the folder of a run (there is no such one)" * (reads_recipes and "/" in word)
-    return Assignment("", word, where=repr(word), flag=word, hint=hint)
+    return Assignment("", word, where=repr(word), flag=word)
 
 
 def _setting_of(given: Assignment, reader: Reader[Any]) -> str:
@@ -141,12 +139,12 @@ def _name_first_words(root: type, words: Sequence[str]) -> list[Assignment]:
         return [Assignment(names[0], items, where=" ".join(words), flag=names[0])]
     if words and root is TrainConfig and is_folder(Path(words[0])):
         words = [_config_of_run(words[0]), *words[1:]]
-    if words and reads_recipes and words[0].endswith(RECIPE_SUFFIXES):
+    if words and reads_recipes and (words[0].endswith(RECIPE_SUFFIXES) or is_file(Path(words[0]))):
         names = [RECIPE_NAMES[0]]
     named = [
         Assignment(name, word, where=f"{name}={word}", flag=name) for name, word in zip(names, words, strict=False)
     ]
-    return [*named, *(_read_positional(word, reads_recipes=reads_recipes) for word in words[len(named) :])]
+    return [*named, *map(_read_positional, words[len(named) :])]
 
 
 def _config_of_run(folder: str) -> str:
@@ -177,25 +175,25 @@ def _assign(name: str, value: Any) -> Assignment:
     return Assignment(name, raw, where=f"--{name}={text}", flag=f"--{name}")
 
 
-# Sources and settings
+# Recipes and settings
 
 
-def read_sources(given: Sequence[Assignment]) -> list[Source]:
-    """Return the recipes that assignments name, left to right, and the other assignments, which win.
+def read_recipes(given: Sequence[Assignment]) -> list[Assignment]:
+    """Return the assignments of the recipes that assignments name, left to right, then the others, which win.
 
     Raises:
         ConfigError: every recipe that cannot be read.
     """
     names, words = recipe_names(given)
-    sources, problems = list[Source](), list[str]()
+    assignments, problems = list[Assignment](), list[str]()
     for name in names:
         try:
-            sources.append(read_recipe(name))
+            assignments += read_recipe(name)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return [*sources, Source(COMMAND_LINE, words)]
+    return [*assignments, *words]
 
 
 def recipe_names(given: Sequence[Assignment]) -> tuple[tuple[str, ...], list[Assignment]]:
@@ -216,24 +214,24 @@ def recipe_names(given: Sequence[Assignment]) -> tuple[tuple[str, ...], list[Ass
 
 def _as_list_of_recipes(given: Assignment) -> Assignment:
     """Rename `config` to `recipe`; an existing path with a comma becomes a list of one."""
-    is_path = isinstance(given.raw, str) and given.raw.endswith(RECIPE_SUFFIXES) and exists(Path(given.raw))
+    is_path = isinstance(given.raw, str) and "," in given.raw and exists(Path(given.raw))
     return replace(given, name=RECIPE_NAMES[0], raw=[str(given.raw)] if is_path else given.raw)
 
 
-def resolve_config(root: type[T], sources: Sequence[Source], *, continues_runs: bool = False) -> ResolvedConfig[T]:
-    """Read sources of assignments into a dataclass of settings, and check that the settings fit each other.
+def resolve_config(root: type[T], given: Sequence[Assignment], *, continues_runs: bool = False) -> ResolvedConfig[T]:
+    """Read assignments into a dataclass of settings, and check that the settings fit each other.
 
     Args:
         root: dataclass of the settings.
-        sources: later ones win; the last one is the command line.
+        given: later sources win.
         continues_runs: whether a run's config.yaml is that run, in its folder (`continue_run`), and not settings alone.
 
     Raises:
-        ConfigError: every problem found in sources and rules.
+        ConfigError: every problem found in assignments and rules.
     """
-    reader = read_given(root, sources)
-    for source in sources if continues_runs else ():
-        continue_run(reader, source)  # type: ignore[arg-type]
+    reader = read_given(root, given)
+    for recipe in dict.fromkeys(assignment.source for assignment in given) if continues_runs else ():
+        continue_run(reader, recipe)  # type: ignore[arg-type]
     config, problems = reader.build(), list[str | Problem](reader.problems)
     if config is not None:
         config = resolve_run_folder(config, reader.chosen)
@@ -243,12 +241,11 @@ def resolve_config(root: type[T], sources: Sequence[Source], *, continues_runs: 
     return ResolvedConfig(config, reader.chosen)
 
 
-def read_given(root: type[T], sources: Sequence[Source]) -> Reader[T]:
-    """Return the settings that sources give, without checks of rules."""
+def read_given(root: type[T], given: Sequence[Assignment]) -> Reader[T]:
+    """Return the settings that assignments give, without checks of rules."""
     reader = Reader(root)
-    for source in sources:
-        reader.read(source.assignments)
-    on_command_line = {each.section_and_name[1] for source in sources[-1:] for each in source.assignments}
+    reader.read(given)
+    on_command_line = {each.section_and_name[1] for each in given if each.source == COMMAND_LINE}
     if "data_path" in on_command_line and "use_dummy_dataset" not in on_command_line:
         for read in (reader.values, reader.chosen):  # a data path replaces the recipe's generated data
             read.pop("use_dummy_dataset", None)
@@ -273,5 +270,5 @@ def naming_places(chosen: Mapping[str, Assignment]) -> Iterator[None]:
 
 
 def _places(names: Collection[str], chosen: Mapping[str, Assignment]) -> str:
-    given = [each.where for name, each in chosen.items() if name in names and not each.source.startswith(COMMAND_LINE)]
+    given = [each.where for name, each in chosen.items() if name in names and each.source != COMMAND_LINE]
     return "; ".join(dict.fromkeys(given))

@@ -6,24 +6,23 @@ or by the name of a recipe in this package.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pretraining.config.assignments import Assignment, Reader, Source, setting_named
+from pretraining.config.assignments import Assignment, Reader, Source
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, did_you_mean, expand_home, format_value
 from pretraining.errors import ConfigError
-from pretraining.files import exists
+from pretraining.files import exists, real_path
 from pretraining.progress import Duration
 
-FOREIGN_SUFFIXES = (".toml", ".py")
-RECIPE_SUFFIXES = (".yaml", ".yml", ".json", *FOREIGN_SUFFIXES)
+RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 SHIPPED = Path(__file__).parent / "recipes"
 
 
@@ -31,37 +30,23 @@ RUN_CONFIG_FILE = "config.yaml"
 _BESIDE = ("checkpoints", "run_status.json")  # as in checkpoint/run_folder.py and train/run_status.py
 
 
-def is_record(path: Path) -> bool:
-    """Return whether a file is the config.yaml of a run, which lies beside checkpoints or a status."""
-    return path.name == RUN_CONFIG_FILE and any(exists(path.parent / name) for name in _BESIDE)
-
-
 def shipped_recipes() -> dict[str, Path]:
     """Return the recipes of this package by name."""
     return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
 
 
-def read_recipe(name: str) -> Source:
+def read_recipe(name: str) -> list[Assignment]:
     """Read a recipe by its path or shipped name.
 
     Raises:
         ConfigError: the recipe does not exist, or is malformed.
     """
     path = find_recipe(name)
-    if path.suffix in FOREIGN_SUFFIXES:
-        raise ConfigError(f"--recipe={name} is another system's file: translate it with pretrain translate {name}")
-    tree, is_recorded = parse_tree(read_text(path, name), name, path.suffix), is_record(path)
-    given = _settings_of_tree(tree, name, f"recipe {name}")
-    return Source(f"recipe {name}", [replace(each, is_typed=not is_recorded) for each in given], path)
-
-
-def is_foreign(name: str) -> bool:
-    """Return whether a recipe has keys or a form that are not of this project; raise a ConfigError if it is missing."""
-    find_recipe(name)
-    try:
-        return not all(setting_named(each.name) for each in read_recipe(name).assignments)
-    except ConfigError:
-        return True
+    given = _settings_of_tree(parse_tree(read_text(path, name), name, path.suffix), name)
+    is_recorded = path.name == RUN_CONFIG_FILE and any(exists(path.parent / other) for other in _BESIDE)
+    is_whole = any(each.name == "checkpoint.ckpt_save_path" for each in given)
+    source = Source(f"recipe {name}", real_path(path.parent) if is_recorded and is_whole else None)
+    return [replace(each, source=source, is_typed=not is_recorded) for each in given]
 
 
 def parse_recipe(content: str, name: str) -> list[Assignment]:
@@ -70,8 +55,8 @@ def parse_recipe(content: str, name: str) -> list[Assignment]:
     Raises:
         ConfigError: the content is malformed.
     """
-    settings = _settings_of_tree(parse_tree(content, name), name, name)
-    return [replace(each, is_typed=False) for each in settings]
+    settings = _settings_of_tree(parse_tree(content, name), name)
+    return [replace(each, source=Source(name), is_typed=False) for each in settings]
 
 
 def load_config(path: str | Path) -> TrainConfig:
@@ -80,7 +65,7 @@ def load_config(path: str | Path) -> TrainConfig:
     Raises:
         ConfigError: every problem of the file.
     """
-    config, problems = _read_config(read_recipe(str(path)).assignments)
+    config, problems = _read_config(read_recipe(str(path)))
     if problems:
         raise ConfigError(problems)
     return config
@@ -97,28 +82,29 @@ def settings_in(content: str, name: str) -> TrainConfig:
     return _read_config(parse_recipe(content, name))[0]
 
 
-def dump_config(config: Any) -> str:
-    """Return all settings of a root as YAML by sections, which `load_config` reads back equal."""
+def dump_config(config: Any, names: Container[str] | None = None) -> str:
+    """Return settings of a root as YAML by sections, which `load_config` reads back equal; None = all settings."""
     tree: dict[str, Any] = {}
     values = values_of(config)
     for name, setting in settings_of(type(config)).items():
-        target = tree.setdefault(setting.section, {}) if setting.section else tree
-        target[name] = _to_yaml_type(values[name])
+        if names is None or name in names:
+            target = tree.setdefault(setting.section, {}) if setting.section else tree
+            target[name] = _to_yaml_type(values[name])
     return yaml.dump(tree, Dumper=_FlowListDumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
-def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
+def _read_config(given: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
     """Return the settings that can be parsed, with defaults for the rest, and the problems."""
     reader = Reader(TrainConfig)
-    reader.read([replace(each, is_typed=False) for each in source])
+    reader.read([replace(each, is_typed=False) for each in given])
     config = reader.build()
     assert config is not None  # every setting of training has a default
     return config, reader.problems
 
 
-def find_recipe(name: str) -> Path:
-    """Return the file of a recipe; raise a ConfigError if there is none."""
-    if name.endswith(RECIPE_SUFFIXES):
+def find_recipe(name: str, suffixes: tuple[str, ...] = RECIPE_SUFFIXES) -> Path:
+    """Return the file of a recipe, given by path or shipped name; raise a ConfigError if there is none."""
+    if name.endswith(suffixes):
         try:
             path = Path(expand_home(name))
         except ValueError as error:
@@ -130,17 +116,18 @@ def find_recipe(name: str) -> Path:
     if name not in shipped:
         hint = did_you_mean(name, shipped, "did you mean {}? ")
         raise ConfigError(
-            f"--recipe={name} is not known: {hint}Give one of {', '.join(shipped)}, or the path of a file"
+            f"--recipe={name} is not known: {hint}Give one of {', '.join(shipped)}, or the path of a file, "
+            f"{', '.join(suffixes)}"
         )
     return shipped[name]
 
 
-def _settings_of_tree(tree: Any, name: str, source: str) -> list[Assignment]:
+def _settings_of_tree(tree: Any, name: str) -> list[Assignment]:
     if tree is None:
         return []
     if not isinstance(tree, dict):
         raise ConfigError(f"recipe {name} holds no settings: write one name: value per line")
-    return [replace(each, source=source) for each in _assignments(name, tree, "")]
+    return _assignments(name, tree, "")
 
 
 def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Assignment]:

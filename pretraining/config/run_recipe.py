@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.config.assignments import Reader, Source
-from pretraining.config.recipes import RUN_CONFIG_FILE, is_record
+from pretraining.config.recipes import RUN_CONFIG_FILE
 from pretraining.config.training import TrainConfig
 from pretraining.errors import PretrainError
 from pretraining.files import exists, is_address, parse_json, read_file, real_path
@@ -56,23 +56,15 @@ def last_start(run: Path) -> LastStart:
     return LastStart()
 
 
-def folder_of_run(recipe: Source) -> Path | None:
-    """Return the real path of a run's folder if the recipe is its config.yaml; None for all other recipes."""
-    is_whole = any(given.name == "checkpoint.ckpt_save_path" for given in recipe.assignments)
-    if recipe.path is None or not is_whole or not is_record(recipe.path):
-        return None
-    return real_path(recipe.path.parent)
-
-
 def continue_run(reader: Reader[TrainConfig], recipe: Source) -> None:
     """Change the settings that a run's config.yaml gives to what they mean for another start; log new places.
 
-    The run is in the folder of the file. Settings of later recipes and flags stay.
+    The run is in the folder of the file. Settings of later recipes and flags stay, and other sources change nothing.
     """
-    folder = folder_of_run(recipe)
+    folder = recipe.run
     if folder is None:
         return
-    recorded = {name for name, given in reader.chosen.items() if given.source == recipe.name}
+    recorded = {name for name, given in reader.chosen.items() if given.source == recipe}
     if "ckpt_save_path" in recorded:
         reader.values["ckpt_save_path"] = str(folder)
     request = reader.values.get(_REQUEST)

@@ -33,8 +33,6 @@ COMPRESSED_ENDINGS = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4")
 LARGEST_STEP = 10**12
 LARGEST_CLUSTER = 10**6
 """GPUs."""
-ForeignKind = Literal["stub", "guide", "deepspeed", "composed", "nanogpt"]
-"""Kinds of settings files of other systems, as `tools/translate/translate.py` names them."""
 
 
 def is_other_split(value: str) -> bool:
@@ -233,7 +231,7 @@ class TranslateConfig:
     """
 
     input_path: str = required("settings file; also as the first word", first_word=True)
-    kind: ForeignKind | None = setting(None, "stub, guide, deepspeed, composed or nanogpt; none = by the file's keys")
+    kind: str | None = setting(None, "system that the file is of (docs/coming-from.md); none = by the file's keys")
     output_path: str | None = setting(None, "recipe to write; none = print it")
     accept_llama: bool = setting(False, "use a Llama of the same shape for another model (GELU, dropout, biases)")
     accept_unknown: bool = setting(False, "ignore unknown keys")
@@ -508,7 +506,7 @@ BESIDE_TRAINING = {
     "sweep": Command(SweepConfig, "tools.sweep:sweep", "train a grid of values per setting", takes_assignments=True),
     "translate": Command(
         TranslateConfig,
-        "tools.translate.translate:translate_command",
+        "tools.translate.command:translate_command",
         "turn another system's settings file into a recipe",
         takes_assignments=True,
     ),

@@ -122,7 +122,7 @@ def describe_settings(
 def _describe_source(name: str, chosen: Mapping[str, Assignment]) -> str:
     assignment = chosen[name]
     written = assignment.section_and_name[1]
-    return assignment.source + (f", as {written}" if written != name else "")
+    return assignment.source.name + (f", as {written}" if written != name else "")
 
 
 def _describe_derived(name: str, found: CheckpointRef | None) -> str:

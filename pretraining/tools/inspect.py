@@ -21,9 +21,9 @@ import numpy as np
 
 from pretraining.checkpoint.run_folder import checkpoints_of_run, newest_run_path, run_of
 from pretraining.checkpoint.start_point import find_newest, find_start, named_checkpoint
-from pretraining.config.assignments import COMMAND_LINE, Assignment, Source
+from pretraining.config.assignments import COMMAND_LINE, Assignment
 from pretraining.config.batch_sizes import BatchSizes
-from pretraining.config.command_line import assign, read_given
+from pretraining.config.command_line import assign, read_given, resolve_config
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.rules import check_config
 from pretraining.config.strategies import DimSizes, unsharded_sizes
@@ -42,8 +42,7 @@ from pretraining.files import is_address
 from pretraining.launch.terminal import print_text, showing_through
 from pretraining.text import count_of, format_table
 from pretraining.tools.commands import InspectConfig
-from pretraining.tools.translate.hook import translate_given
-from pretraining.tools.translate.translated import Translated
+from pretraining.tools.translate.translate import translate
 from pretraining.train.complete import complete
 
 log = logging.getLogger(__name__)
@@ -68,42 +67,41 @@ def inspect_command(given: Sequence[Assignment]) -> None:
     """
     if given and not given[0].name:
         given = [replace(given[0], name="ckpt_load_path"), *given[1:]]
-    _inspect_given(translate_given(InspectConfig, given))
+    _inspect_given(translate(InspectConfig, given))
 
 
-def _inspect_given(translated: Translated) -> None:
-    read = read_given(InspectConfig, translated.sources)
+def _inspect_given(given: Sequence[Assignment]) -> None:
+    read = read_given(InspectConfig, given)
     if read.problems:
         raise ConfigError(read.problems)
     request, source = (
-        read.values[name] if read.values.get(name) and read.chosen[name].source.startswith(COMMAND_LINE) else None
+        read.values[name] if read.values.get(name) and read.chosen[name].source == COMMAND_LINE else None
         for name in _WHERE_FROM
     )
     if source is not None and is_address(source):
         from pretraining.checkpoint.copies import local_view
 
         with local_view(source, with_files=False) as run:
-            _inspect_given(_load_from(translated, str(run), request))
+            _inspect_given(_load_from(given, str(run), request))
         return
     named = None if read.values.get("weights_only") else source or request  # with weights_only, a new run starts
     if request is not None:
         save_path = read.values.get("ckpt_save_path", CheckpointConfig().ckpt_save_path)
         found = _find_named(source or save_path, request, is_required=source is not None)
         if found is not None:
-            translated, named = _load_from(translated, found), found
+            given, named = _load_from(given, found), found
     # The manifest alone determines the samples: a checkpoint with damaged tensors can be inspected.
     if named is None:
-        config = translated.resolve(InspectConfig).config
+        config = resolve_config(InspectConfig, given).config
         path = config.checkpoint.ckpt_save_path
         path = None if path is None else newest_run_path(path)
         start = find_start(replace(config.checkpoint, ckpt_save_path=path))
     else:
         path = newest_run_path(named)
         start = find_newest(Path(path))
-        name = f"config of {start.path}"
-        recorded = parse_recipe(start.manifest.config, name)
+        recorded = parse_recipe(start.manifest.config, f"config of {start.path}")
         settings = [each for each in recorded if each.section_and_name[1] not in _OF_A_START]
-        config = translated.resolve(InspectConfig, Source(name, settings)).config
+        config = resolve_config(InspectConfig, [*settings, *given]).config
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
         config = complete(config, start)
     # A run that takes only the weights starts its data from the beginning.
@@ -112,12 +110,13 @@ def _inspect_given(translated: Translated) -> None:
     inspect(config, state, size)
 
 
-def _load_from(translated: Translated, path: str, request: str | None = None) -> Translated:
+def _load_from(given: Sequence[Assignment], path: str, request: str | None = None) -> list[Assignment]:
     """Replace what the command line says about the start point."""
-    *recipes, typed = translated.sources
-    others = [each for each in typed.assignments if each.section_and_name[1] not in _WHERE_FROM]
-    where_from = {"ckpt_load_path": path} | ({} if request is None else {"resume_from_checkpoint": request})
-    return replace(translated, sources=[*recipes, replace(typed, assignments=[*others, *assign(where_from)])])
+    others = [each for each in given if each.source != COMMAND_LINE or each.section_and_name[1] not in _WHERE_FROM]
+    return [
+        *others,
+        *assign({"ckpt_load_path": path} | ({} if request is None else {"resume_from_checkpoint": request})),
+    ]
 
 
 def _find_named(run: str | None, request: str, *, is_required: bool) -> str | None:

@@ -31,7 +31,7 @@ from typing import IO, Any
 
 from pretraining.checkpoint.run_folder import STATUS_FILE
 from pretraining.config.assignments import RECIPE_NAMES, Assignment, Reader
-from pretraining.config.command_line import assign
+from pretraining.config.command_line import assign, resolve_config
 from pretraining.config.fields import settings_of
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, Preempted
 from pretraining.files import output_errors, read_object, write_atomic
@@ -41,7 +41,7 @@ from pretraining.observability.report_file import number_of, read_lines
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import count_of, format_table
 from pretraining.tools.commands import SweepConfig, SweepSettings
-from pretraining.tools.translate.hook import translate_given
+from pretraining.tools.translate.translate import translate
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def read_sweep(given: Sequence[Assignment]) -> tuple[SweepSettings, list[Combina
         combinations.append(Combination(chosen, (*trained, *varying)))
         try:
             words = [*fixed, *assign({**chosen, "ckpt_save_path": "run"})]
-            settings = translate_given(SweepConfig, words).resolve(SweepConfig).config.sweep
+            settings = resolve_config(SweepConfig, translate(SweepConfig, words)).config.sweep
         except ConfigError as error:
             problems += [f"{','.join(varying)}: {problem}" for problem in error.problems]
     if not problems and settings.only is not None and settings.only >= len(combinations):

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from pretraining.tools.commands import TranslateConfig
-from pretraining.tools.translate.translate import translate
+from pretraining.tools.translate.command import translate_file
 
 FOLDER = Path(__file__).parent / "translate"
 PAIRS = {
@@ -18,10 +18,9 @@ PAIRS = {
     "deepspeed": "deepspeed.json",
     "composed": "composed/config.yaml",
     "tokens": "tokens.py",
-    "steps": "steps.py",
 }
 
 if __name__ == "__main__":
     os.chdir(FOLDER)
     for name, source in PAIRS.items():
-        translate(TranslateConfig(source, output_path=f"{name}.recipe.yaml"))
+        translate_file(TranslateConfig(source, output_path=f"{name}.recipe.yaml"))

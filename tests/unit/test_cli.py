@@ -70,7 +70,7 @@ def test_a_file_system_error_about_a_path_is_one_error(
         raise PermissionError(13, "Permission denied", b"/a/b")
 
     start_as(ranks - 1, ranks, monkeypatch)
-    monkeypatch.setattr("pretraining.cli.translate_given", refused)
+    monkeypatch.setattr("pretraining.cli.translate", refused)
     monkeypatch.setattr(os, "_exit", sys.exit)  # one of several processes
     with pytest.raises(SystemExit) as ending:
         main(["train"])
@@ -92,7 +92,7 @@ def test_an_interrupt_has_its_exit_code_and_an_error_without_a_path_keeps_its_tr
     def fail(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("pretraining.cli.translate_given", fail)
+    monkeypatch.setattr("pretraining.cli.translate", fail)
     with pytest.raises((OSError, SystemExit)) as ending:
         main(["train"])
     assert getattr(ending.value, "code", None) == code
@@ -242,7 +242,7 @@ def test_a_guide_without_prepared_data_is_an_error_with_the_command_that_prepare
 ) -> None:
     """No Hub is asked for a model called "data"."""
     monkeypatch.chdir(tmp_path)
-    shape = {"d_model": 32, "n_heads": 2, "n_layers": 1, "max_steps": 3, "dataset_name": "someone/corpus"}
+    shape = {"d_model": 32, "n_heads": 2, "n_layers": 1, "num_epochs": 3, "dataset_name": "someone/corpus"}
     Path("guide.json").write_text(json.dumps(shape))
     with pytest.raises(SystemExit):
         main(["train", "guide.json"])

@@ -34,7 +34,7 @@ OTHER_PROGRAMS = """
 """Flags of llama-cli, lm_eval, pip, torchrun, mpirun, srun, docker, mkdocs, pytest, and two that stand for any."""
 USUAL = {*ALIASES, "recipe", "config", "help"}
 # Dotted names of other systems, which are flags, too: --training.steps=100.
-FOREIGN = {name for system in SYSTEMS.values() for name in system.rules}
+FOREIGN = {name for system in SYSTEMS.values() for name in system.rows}
 # Flags of this project's scripts, from their parsers.
 SCRIPTS = {
     "".join(flag)

@@ -1,326 +1,271 @@
-"""`pretrain translate`: conversion of another system's settings into a recipe; also used wherever a recipe is read.
+"""Words and files of other systems become assignments of this project; nothing behind this knows another system.
 
-file -> parse -> detect the system -> rules of its table -> recipe, and a table with a line per key
+    words -> read_words -> translate -> settings
+    recipes and words that are this project's stay as they are
+
+The systems and their names: docs/coming-from.md.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import logging
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.config.assignments import COMMAND_LINE, Assignment, Reader, Source, setting_named
-from pretraining.config.command_line import assign, read_given, recipe_names, resolve_config
-from pretraining.config.fields import sections_of
-from pretraining.config.recipes import FOREIGN_SUFFIXES, find_recipe, is_foreign, read_recipe
+from pretraining.config.assignments import Assignment, Reader, setting_named
+from pretraining.config.command_line import read_given, recipe_names
+from pretraining.config.fields import sections_of, settings_of
+from pretraining.config.recipes import RECIPE_SUFFIXES, find_recipe, read_recipe
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import Raw, did_you_mean, format_value
-from pretraining.errors import ConfigError
-from pretraining.files import check_replaceable, output_errors, write_atomic
-from pretraining.launch.terminal import print_text
+from pretraining.config.values import did_you_mean, format_value
+from pretraining.errors import ConfigError, DataError
+from pretraining.files import exists
 from pretraining.tools.commands import TranslateConfig
 from pretraining.tools.translate import composed, deepspeed, guide, nanogpt, stub
-from pretraining.tools.translate.compose import Composition
-from pretraining.tools.translate.parse import flatten, read_tree, text_of
-from pretraining.tools.translate.translated import Translated
-from pretraining.tools.translate.translation import (
+from pretraining.tools.translate.files import compose, read_settings, text_of
+from pretraining.tools.translate.system import (
     ACCEPT_LLAMA,
     ACCEPT_UNKNOWN,
-    ARGUMENT,
     FILE,
+    IMPLIED,
+    TYPED,
     Given,
+    System,
     Translation,
-    rule_for,
 )
 
-YAML = (".yaml", ".yml")
-FIRST_WORDS = "# Translated from "
-"""First words of a translated recipe; only such a file may be overwritten."""
-ARGUMENTS = "the command line"
-_PLAIN = re.compile(r"[\w./+-]*\w([\w./+,:%-]*[\w./%])?")
-"""Scalars that need no quotes in YAML."""
+log = logging.getLogger(__name__)
 
-SYSTEMS = {
-    "stub": stub.SYSTEM,
-    "guide": guide.SYSTEM,
-    "deepspeed": deepspeed.SYSTEM,
-    "composed": composed.SYSTEM,
-    "nanogpt": nanogpt.SYSTEM,
-}
+SYSTEMS = {table.SYSTEM.kind: table.SYSTEM for table in (stub, guide, deepspeed, composed, nanogpt)}
+_PYTHON = ".py"
+_LEFT_OPEN = (
+    *("seq_length", "batch_size", "num_steps", "mixed_precision", "optimizer", "learning_rate", "weight_decay"),
+    *("adam_beta2", "grad_clip_thresh", "schedule", "warmup_steps"),
+)
+"""Settings of learning, which are named if nothing sets them beside another system's file."""
 
 
-def owners_of(key: str) -> list[str]:
-    """Return the systems that have a key, by name or else by its section."""
-    names = {kind: system.name_of(key) for kind, system in SYSTEMS.items()}
-    exact = [kind for kind, name in names.items() if name in SYSTEMS[kind].rules]
-    return exact or [kind for kind, name in names.items() if rule_for(name, SYSTEMS[kind].rules)]
+@dataclass(frozen=True)
+class Translated:
+    """Assignments of this project, in order of precedence, and the translations that some of them come from."""
+
+    assignments: Sequence[Assignment]
+    translations: Sequence[Translation]
+
+    def left_open(self) -> str:
+        """Return a line with the settings of learning that neither files nor words give; "" if there are none."""
+        values = read_given(TrainConfig, self.assignments).values
+        defaults = {name: settings_of(TrainConfig)[name].default for name in _LEFT_OPEN if name not in values}
+        files = [each.name for each in self.translations if each.name != composed.WORDS]
+        texts = [name if value is None else f"{name}={format_value(value)}" for name, value in defaults.items()]
+        return f"left open by {', '.join(files)}, and as here: {', '.join(texts)}" if files and texts else ""
 
 
-def detect(keys: Collection[str], name: str, enough: int = 2) -> str | None:
-    """Return the system that the keys belong to, by keys that only one system has; None if these are not `enough`.
+def translate(root: type, given: Sequence[Assignment]) -> list[Assignment]:
+    """Return what a user gave for a command with these settings as assignments of this project, in order of precedence.
+
+    Log what became of each key of another system.
 
     Raises:
-        ConfigError: the keys are those of several systems.
+        ConfigError: recipes that cannot be read or translated.
+        DataError: training needs data that another system makes on the way; the message has the command.
     """
-    if "defaults" in keys:
-        return "composed"
-    signs = _signs(keys)
-    found = [kind for kind in SYSTEMS if signs.count(kind) >= enough]
-    if len(found) > 1:
-        raise ConfigError(f"{name} may be {' or '.join(found)}. Choose: {_choice_of(name, found[0])}")
-    return next(iter(found), None)
+    if not issubclass(root, TrainConfig):  # without recipes
+        return list(given)
+    translated = translate_all(given)
+    for read in translated.translations:
+        table = "\n".join(read.table())
+        log.info("%s is read as settings of another system (%s):\n%s", read.name, read.system.kind, table)
+    if left_open := translated.left_open():
+        log.info("%s", left_open)
+    values = read_given(root, translated.assignments).values
+    for folder, command in [each.prepare for each in translated.translations if each.prepare is not None]:
+        is_used = values.get("data_path") == folder and not values.get("use_dummy_dataset")
+        if root is TrainConfig and is_used and not exists(Path(folder)):
+            raise DataError(f"there is no data yet in {folder}. Prepare it, then give this command again:\n  {command}")
+    return list(translated.assignments)
 
 
-def _signs(keys: Collection[str]) -> list[str]:
-    """Return a system's name for each key that only this system has."""
-    owners = [owners_of(key) for key in keys if setting_named(key) is None]
-    return [each[0] for each in owners if len(each) == 1]
+def translate_all(given: Sequence[Assignment], kind: str | None = None) -> Translated:
+    """Translate the recipes and words of other systems.
 
-
-def _choice_of(name: str, kind: str) -> str:
-    return f"pretrain translate {shlex.quote(name)} --from={kind} --output_path=mine.yaml; then train with that recipe"
-
-
-def _is_only_ours(key: str) -> bool:
-    return setting_named(key) is not None and all(
-        system.name_of(key) not in system.rules for system in SYSTEMS.values()
-    )
-
-
-def _hints(values: Mapping[str, str | None], name: str) -> dict[str, str]:
-    """Return what to write instead of each key of another system in a recipe of this project."""
-    hints: dict[str, str] = {}
-    owners = {key: owners for key in values if setting_named(key) is None and (owners := owners_of(key))}
-    for kind, system in SYSTEMS.items():
-        keys = [key for key, found in owners.items() if found[0] == kind]
-        given = {system.name_of(key): Given(key, values[key], name) for key in keys}
-        translation = Translation(given, {}, ())
-        translation.add_defaults(system.defaults(translation), f"{kind} for {name}")
-        translation.apply_rules(system.combine, system.rules)
-        for key, each in given.items():
-            made = [f"{name}={text}" for name, (text, source) in translation.settings.items() if source is each]
-            remark = translation.notes[key].remark.partition(". --")[0] if key in translation.notes else ""
-            hints[each.key] = " ".join(made) or ": ".join(filter(None, ("delete it", remark)))
-    signs = [] if any(map(_is_only_ours, values)) else _signs(values)
-    more = f"; or, if the file is another system's: {_choice_of(name, signs[0])}" if signs else ""
-    return {key: f"{hint}{more}" for key, hint in hints.items()}
-
-
-def translate_sources(given: Sequence[Assignment], kind: str | None = None) -> Translated:
-    """Translate the recipes and words of other systems; those of this project stay as they are.
-
-    A file of another system takes words of that system, too. Dotted or positional words that are left and unknown may
-    be settings of another system without a file, which win over all recipes. Another system's defaults apply only
-    where no recipe of this project is overridden.
+    A file takes words of its system, too. Dotted or positional words that are left and unknown may be settings of
+    composed configs. A default of another system applies only if no recipe of this project stands before its file or
+    words.
 
     Args:
-        given: what the user gave, in any words.
         kind: system of the recipes; None = detected from their keys.
 
     Raises:
         ConfigError: recipes that cannot be read or translated.
     """
-    accepts, given = _split_concessions(given)
+    accepts, given = _split_accepts(given)
     names, words = recipe_names(given)
-    read, problems = list[Source | Translation](), list[str]()
-    for name in names:
+    defaults, recipes, typed = list[Assignment](), list[Assignment](), list[Assignment]()
+    translations, problems, has_own = list[Translation](), list[str](), False
+    for name in [*names, None]:
+        if name is None and problems:
+            break
         try:
-            recipe = _read_recipe(name, words, accepts, kind)
+            read = _translate_words(words, accepts) if name is None else _read_recipe(name, words, accepts, kind)
         except ConfigError as error:
             problems += error.problems
             continue
-        read.append(recipe)
-        if isinstance(recipe, Translation):
-            words = [each for each in words if each.name not in recipe.used]
-    if problems:
-        raise ConfigError(problems)
-    named = [each for each in words if "." in each.name or not each.flag.startswith("-") or setting_named(each.name)]
-    arguments = {each.name: each.raw for each in named if each.name}
-    if not all(map(setting_named, arguments)):
-        alone = _translate(None, ARGUMENTS, "composed", arguments, accepts)
-        words = [each for each in words if each.name not in alone.used]
-        alone.brings_defaults = not read
-        read.append(alone)
-    return _merge(read, words, accepts)
-
-
-def _merge(read: Sequence[Source | Translation], words: Sequence[Assignment], accepts: Sequence[str]) -> Translated:
-    """Put recipes, translations and words that stay in the order in which they win."""
-    sources, typed, translations = list[Source](), list[Assignment](), list[Translation]()
-    for each in read:
-        if isinstance(each, Source):
-            sources.append(each)
+        if not isinstance(read, Translation):
+            recipes += read
+            has_own = has_own or name is not None
             continue
-        each.brings_defaults &= all(before.path is None for before in sources)
-        sources.append(Source(each.name, each.assignments(FILE)))
-        typed += each.assignments(ARGUMENT)
-        translations.append(each)
-    if accepts and not any(each.notes for each in translations):
-        raise ConfigError(f"--{accepts[0]} is for recipes of other systems, and none is given")
-    known = [key.removesuffix(".*") for each in translations for key in SYSTEMS[each.kind].rules]
-    hinted = [replace(each, hint=each.hint or _hint(each, known)) for each in words]
-    return Translated([*sources, Source(COMMAND_LINE, [*typed, *hinted])], translations)
+        translations.append(read)
+        recipes += [*read.assignments(IMPLIED), *read.assignments(FILE)]
+        typed += read.assignments(TYPED)
+        defaults += [] if has_own or (name is None and names) else read.defaults()
+        words = [word for word in words if word.name not in read.used]
+    if accepts and not translations:
+        problems.append(f"--{accepts[0]} is for recipes of other systems, and none is given")
+    if problems := problems or [*_unknown_words(words, translations)]:
+        raise ConfigError(problems)
+    return Translated([*defaults, *recipes, *typed, *words], translations)
 
 
-def _split_concessions(given: Sequence[Assignment]) -> tuple[list[str], list[Assignment]]:
+def _split_accepts(given: Sequence[Assignment]) -> tuple[list[str], list[Assignment]]:
     """Return the names of `accept_…` flags that are set, and the other assignments."""
-    flags = [each for each in given if each.section_and_name[1] in (ACCEPT_LLAMA, ACCEPT_UNKNOWN)]
+    flags = [word for word in given if word.section_and_name[1] in (ACCEPT_LLAMA, ACCEPT_UNKNOWN)]
     reader = Reader(TranslateConfig)
     reader.read(flags)
     if reader.problems:
         raise ConfigError(reader.problems)
-    return [name for name, value in reader.values.items() if value], [each for each in given if each not in flags]
+    return [name for name, value in reader.values.items() if value], [word for word in given if word not in flags]
+
+
+# Files
 
 
 def _read_recipe(
     name: str, words: Sequence[Assignment], accepts: Collection[str], kind: str | None
-) -> Source | Translation:
-    """Return the translation of another system's file, or a recipe of this project with hints at foreign keys."""
-    if kind is None and not is_foreign(name):
-        return read_recipe(name)
-    path = find_recipe(name)
-    translation = translate_recipe(path, name, {each.name: each.raw for each in words if each.name}, accepts, kind)
-    if translation is not None:
-        return translation
-    recipe, hints = read_recipe(name), _hints(flatten(read_tree(path)), name)
-    return replace(recipe, assignments=[replace(each, hint=hints.get(each.name, "")) for each in recipe.assignments])
-
-
-def _hint(given: Assignment, known: Sequence[str]) -> str:
-    """Return the key of another system that a dotted name may have meant; "" for names in sections of this project."""
-    section, name = given.section_and_name
-    is_ours = section in ("", *sections_of(TrainConfig)) or setting_named(given.name)
-    return "" if is_ours else did_you_mean(f"{section}.{name}", known, "did you mean {}?")
-
-
-def translate_recipe(
-    path: Path, name: str, arguments: Mapping[str, Raw], accepts: Collection[str], kind: str | None = None
-) -> Translation | None:
-    """Return the translation of another system's file and of the arguments that set its keys.
-
-    Args:
-        name: name of the file in messages.
-        arguments: arguments of the command line, by name.
-        accepts: ACCEPT_LLAMA, ACCEPT_UNKNOWN, or both.
-        kind: system of the file; None = detected from its keys.
-
-    Returns:
-        The translation; None if the file is this project's, or has too few keys of a known system.
+) -> Translation | list[Assignment]:
+    """Return the translation of another system's file, or the assignments of a recipe of this project.
 
     Raises:
         ConfigError: every problem of the file.
     """
-    values, has_own_form = flatten(read_tree(path)), path.suffix in FOREIGN_SUFFIXES
-    if kind is None and (has_own_form or "defaults" in values or not any(map(_is_only_ours, values))):
-        kind = detect(values, name, enough=1 if has_own_form else 2)
-    if kind is None and has_own_form:
-        known = [f"  {kind}: {each.title}" for kind, each in SYSTEMS.items()]
+    path = find_recipe(name, (*RECIPE_SUFFIXES, _PYTHON))
+    try:
+        values = read_settings(path)
+    except ConfigError:
+        if kind is None and path.suffix != _PYTHON:
+            return read_recipe(name)  # which may be empty, or names its problem
+        raise
+    kind = kind or _kind_of_file(values, name)
+    if kind is None:
+        return read_recipe(name)
+    typed = _texts_of(words)
+    given, used = [Given(key, text, name) for key, text in values.items()], set[str]()
+    if kind == "composed" and "defaults" in values:
+        given, used = compose(path, name, typed)
+    return _translate(SYSTEMS[kind], name, given, typed, accepts, used)
+
+
+def _kind_of_file(values: Mapping[str, str | None], name: str) -> str | None:
+    """Return the system that a file is of; None for a recipe of this project.
+
+    A YAML or JSON file is another system's by at least two keys that only this system has, if it has no key that only
+    this project has.
+
+    Raises:
+        ConfigError: the file may be of several systems, is Python of none, or is a recipe with another system's key.
+    """
+    if "defaults" in values:
+        return "composed"
+    signs = [kinds[0] for key in values if setting_named(key) is None and len(kinds := _owners_of(key)) == 1]
+    is_python = name.endswith(_PYTHON)
+    is_ours = any(setting_named(key) and not _owners_of(key) for key in values) and not is_python
+    kinds = [kind for kind in SYSTEMS if not is_ours and signs.count(kind) >= (1 if is_python else 2)]
+    if len(kinds) == 1:
+        return kinds[0]
+    choice = f"pretrain translate {shlex.quote(name)} --from={{}} --output_path=mine.yaml; then train with that recipe"
+    if kinds:
+        raise ConfigError(f"{name} may be {' or '.join(kinds)}. Choose: {choice.format(kinds[0])}")
+    if is_python:
+        known = [f"  {kind}: {system.title}" for kind, system in SYSTEMS.items()]
         raise ConfigError("\n".join([f"{name} belongs to no known system. Known are:", *known]))
-    return None if kind is None else _translate(path, name, kind, arguments, accepts)
+    theirs = [key for key in values if setting_named(key) is None and _owners_of(key)]
+    if theirs:
+        kind = _owners_of(theirs[0])[0]
+        more = "" if is_ours else f"; or, if the file is another system's: {choice.format(kind)}"
+        raise ConfigError([f"{name}: {key} is not known: {_our_name_for(key, values[key])}{more}" for key in theirs])
+    return None
+
+
+def _owners_of(key: str) -> list[str]:
+    """Return the systems that have a key."""
+    return [kind for kind, system in SYSTEMS.items() if system.name_of(key) in system.rows]
+
+
+def _our_name_for(key: str, text: str | None) -> str:
+    """Return what to write instead of another system's key in a recipe of this project."""
+    system = SYSTEMS[_owners_of(key)[0]]
+    translation = Translation(system, "", {system.name_of(key): Given(key, text, "a recipe")}, {}, (ACCEPT_LLAMA,))
+    translation.translate_keys()
+    note = translation.notes[system.name_of(key)]
+    made = " ".join(f"{name}={text}" for name, text in note.settings.items())
+    return made or ": ".join(filter(None, ["delete it", note.remark.partition(";")[0]]))
+
+
+# Words
+
+
+def _translate_words(words: Sequence[Assignment], accepts: Sequence[str]) -> Translation | list[Assignment]:
+    """Return the translation of words without a file; an empty list if all of them are this project's.
+
+    Raises:
+        ConfigError: every problem of the words.
+    """
+    named = [word for word in words if "." in word.name or not word.flag.startswith("-") or setting_named(word.name)]
+    translation = _translate(composed.SYSTEM, composed.WORDS, [], _texts_of(named), accepts, set())
+    return translation if translation.used else []
+
+
+def _unknown_words(words: Sequence[Assignment], translations: Sequence[Translation]) -> Iterator[str]:
+    """Yield a problem per dotted word that may have meant a key of another system."""
+    known = [key for system in (composed.SYSTEM, *(each.system for each in translations)) for key in system.rows]
+    for word in words:
+        is_ours = word.section_and_name[0] in ("", *sections_of(TrainConfig)) or setting_named(word.name)
+        hint = "" if is_ours else did_you_mean(word.name, [key for key in known if "." in key], "did you mean {}?")
+        if hint:
+            yield f"{word.flag} is not known: {hint}"
 
 
 def _translate(
-    path: Path | None,
+    system: System,
     name: str,
-    kind: str,
-    arguments: Mapping[str, Raw],
+    values: Sequence[Given],
+    typed: Mapping[str, str | None],
     accepts: Collection[str],
+    used: set[str],
 ) -> Translation:
-    """Return the translation of a file, or of arguments alone if `path` is None."""
-    system = SYSTEMS[kind]
-    given, problems, used = dict[str, Given](), list[str](), set[str]()
-    values = [Given(key, text, name) for key, text in (flatten(read_tree(path)) if path else {}).items()]
-    if kind == "composed" and path is not None:
-        composition = Composition(path, {argument: _text_of(raw) for argument, raw in arguments.items()})
-        values, used = list(composition.values.values()), set(composition.choices)
+    """Return the translation of a file's values and of the typed words that set its keys, or of words alone.
+
+    Args:
+        used: names of words that have no other use; those that set keys are added.
+    """
+    given, problems, flags = dict[str, Given](), list[str](), dict[str, str]()
     for value in values:
         before = given.setdefault(system.name_of(value.key), value)
         if before.text != value.text:
             problems.append(f"two values for {system.name_of(value.key)}: {before.quote} and {value.quote}: keep one")
-    flags = dict[str, str]()
-    for argument in [argument for argument in arguments if argument not in used]:
-        key, ours = system.name_of(argument.replace("-", "_")), setting_named(argument)
-        is_theirs = ours is None or (path is not None and key in system.rules)
-        if is_theirs and rule_for(key, system.rules) not in (None, f"{key}.*"):  # a section alone sets nothing
-            given[key] = Given(argument, _text_of(arguments[argument]), ARGUMENTS, ARGUMENT)
-            used.add(argument)
+    for word, text in [(word, text) for word, text in typed.items() if word not in used]:
+        key, ours = system.name_of(word.replace("-", "_")), setting_named(word)
+        if key in system.rows and (ours is None or values):
+            given[key] = Given(word, text)
+            used.add(word)
         elif ours is not None:
-            flags[ours] = _text_of(arguments[argument]) or "none"
-    translation = Translation(given, flags, accepts, name, kind, used)
-    translation.problems += problems
-    if path is not None or len(used) + ("optimizer" in flags) > 1:  # one word alone is an alias
-        translation.add_defaults(system.defaults(translation), f"{kind} for {name}")
-    translation.apply_rules(system.combine, system.rules)
-    translation.finish()
-    return translation
+            flags[ours] = text or "none"
+    return Translation(system, name, given, flags, accepts, used, problems=problems).run()
 
 
-def _text_of(raw: Raw) -> str | None:
-    """Return the value of an argument as in a file; None for null."""
-    text = text_of(raw)
-    return None if text is None or text.strip().lower() in ("null", "none") else text
-
-
-def translate_command(given: Sequence[Assignment]) -> None:
-    """Translate a file with the arguments that `pretrain train` takes beside it; raises as `translate`."""
-    reader = Reader(TranslateConfig)
-    own = [each for each in given if reader.find(each) is not None or not each.name]
-    config = resolve_config(TranslateConfig, [Source(COMMAND_LINE, own)]).config
-    translate(config, [each for each in given if each not in own])
-
-
-def translate(config: TranslateConfig, arguments: Sequence[Assignment] = ()) -> None:
-    """Print a table with a line per key, then print or write the recipe.
-
-    Args:
-        arguments: settings of the other system or of this project that win over the file.
-
-    Raises:
-        ConfigError: the file belongs to no known system or cannot be translated, or the recipe's name is not YAML.
-        PathError: the recipe cannot be written.
-    """
-    name = config.input_path
-    if config.output_path is not None and Path(config.output_path).suffix not in YAML:
-        raise ConfigError(f"--output_path={config.output_path}: the name of a recipe must end in {' or '.join(YAML)}")
-    accepts = {flag: True for flag in (ACCEPT_LLAMA, ACCEPT_UNKNOWN) if getattr(config, flag)}
-    translated = translate_sources([*assign({"recipe": [name], **accepts}), *arguments], config.kind)
-    reader = read_given(TrainConfig, translated.all_sources)
-    if reader.problems:
-        raise ConfigError(reader.problems)
-    if not translated.translations:
-        raise ConfigError(f"{name} is already a recipe of this project: train with --recipe={name}")
-    title, table = SYSTEMS[translated.translations[0].kind].title, translated.translations[0].table()
-    print_text("\n".join([f"{name}: {title}\n", *table]))
-    lines = [f"{FIRST_WORDS}{name} ({title}):", *(f"#{line}" for line in table), *_recipe_lines(reader)]
-    if config.output_path is None:
-        print_text("\n".join(["", *lines]))
-        return
-    output = Path(config.output_path)
-    with output_errors(output):
-        check_replaceable(output, beginning=FIRST_WORDS.encode())
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(output, "\n".join([*lines, ""]))
-    command = shlex.join(["pretrain", "train", f"--recipe={output}"])
-    print_text(f"\nwritten to {output}. Train with it:\n  {command}")
-
-
-def _recipe_lines(reader: Reader[TrainConfig]) -> Iterator[str]:
-    """Yield the given settings as a recipe by sections, in their own words."""
-    section = None
-    for name, setting in reader.settings.items():
-        if name not in reader.chosen:
-            continue
-        if setting.section != section:
-            section = setting.section
-            yield f"{section}:"
-        given = reader.chosen[name]
-        text = _text_of(given.raw) if given.section_and_name[1] == name else format_value(reader.values[name])
-        yield f"  {name}: {_as_yaml('null' if text is None else text)}"
-
-
-def _as_yaml(text: str) -> str:
-    """Return a text as a YAML scalar; the reader of recipes takes every scalar but null as text."""
-    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+def _texts_of(words: Sequence[Assignment]) -> dict[str, str | None]:
+    """Return the values of typed words as in a file, by name; None for null."""
+    texts = {word.name: text_of(word.raw) for word in words if word.name}
+    return {name: None if (text or "").strip().lower() in ("null", "none") else text for name, text in texts.items()}

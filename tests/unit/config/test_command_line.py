@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.config.assignments import Source
 from pretraining.config.command_line import assign, load_train_config, read_words, resolve_config
 from pretraining.config.fields import required, setting, values_of
 from pretraining.config.recipes import load_config, settings_in
@@ -26,7 +25,7 @@ DUMMY = {"use_dummy_dataset": "true"}
 
 def resolve(root: type[Any], words: Sequence[str], settings: Mapping[str, Any] | None = None) -> Any:
     """Return the settings that a command gets."""
-    return resolve_config(root, [Source("command line", [*read_words(root, words), *assign(settings or {})])]).config
+    return resolve_config(root, [*read_words(root, words), *assign(settings or {})]).config
 
 
 def value_of(name: str, *arguments: str) -> object:

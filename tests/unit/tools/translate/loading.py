@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pretraining.config.assignments import Assignment, Reader
-from pretraining.config.command_line import assign, read_given, read_words
+from pretraining.config.command_line import assign, read_given, read_words, resolve_config
 from pretraining.config.training import TrainConfig
-from pretraining.tools.translate.hook import translate_given
+from pretraining.tools.translate.translate import translate, translate_all
 
 Flags = Mapping[str, Any]
 
@@ -18,9 +18,9 @@ def given(words: Sequence[str], flags: Flags | None = None) -> list[Assignment]:
 
 
 def load(words: Sequence[str], flags: Flags | None = None) -> TrainConfig:
-    return translate_given(TrainConfig, given(words, flags)).resolve(TrainConfig).config
+    return resolve_config(TrainConfig, translate(TrainConfig, given(words, flags))).config
 
 
 def read(*words: str) -> Reader[TrainConfig]:
     """Return the given settings, without checks."""
-    return read_given(TrainConfig, translate_given(TrainConfig, given(words)).sources)
+    return read_given(TrainConfig, translate_all(given(words)).assignments)

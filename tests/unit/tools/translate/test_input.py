@@ -14,13 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.tools.translate.loading import load, read
 
+from pretraining.config.command_line import assign
 from pretraining.config.fields import values_of
 from pretraining.errors import ConfigError
 from pretraining.tools.commands import TranslateConfig
-from pretraining.tools.translate.parse import parse
-from pretraining.tools.translate.translate import SYSTEMS, translate, translate_recipe
+from pretraining.tools.translate.command import translate_file
+from pretraining.tools.translate.files import read_settings
+from pretraining.tools.translate.translate import SYSTEMS, translate_all
 
 DUMMY = {"use_dummy_dataset": "true"}
+_BETAS = "optimizer.params.betas"
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +42,10 @@ def test_every_form_of_a_file_is_one_flat_mapping(tmp_path: Path) -> None:
     forms = {
         "a.yaml": "a: {b: 1e-3, c: [1, x]}\nd: null\ne: on\n",
         "a.json": '{"a": {"b": 1e-3, "c": [1, "x"]}, "d": null, "e": "on"}',
-        "a.toml": 'a.b = 1e-3\na.c = [1, "x"]\nd = {}\ne = "on"\n',
     }
     for name, content in forms.items():
         (tmp_path / name).write_text(content, encoding="utf-8-sig")
-        assert parse(tmp_path / name) == {"a.b": "1e-3", "a.c": "[1, x]", "d": None, "e": "on"}
+        assert read_settings(tmp_path / name) == {"a.b": "1e-3", "a.c": "[1, x]", "d": None, "e": "on"}
 
 
 def test_assignments_are_calculated_and_not_run(tmp_path: Path) -> None:
@@ -51,59 +53,53 @@ def test_assignments_are_calculated_and_not_run(tmp_path: Path) -> None:
     path.write_text(
         "import os\n'text'\na = 5 * 10**9\nb: float = -a / 4\nc = f'{a}-x'\nd = [1, 'y']\ne = None\nf = True\n"
     )
-    assert parse(path) == {
+    assert read_settings(path) == {
         **{"a": "5000000000", "b": "-1250000000.0", "c": "5000000000-x", "d": "[1, y]"},
         **{"e": None, "f": "true"},
     }
     for line in ("open('x')", "x = open('x')", "x = 'a' * 10**9", "x = 1 / 0", "x = " + "[" * 10_000, "x = (", ""):
         path.write_text(line)
         with pytest.raises(ConfigError) as error:
-            parse(path)
+            read_settings(path)
         assert str(path) in str(error.value)
 
 
-ROPE, LLAMA3 = "model.hf_config.rope_scaling", ("type: llama3", "type")
 # A file, its content, and the key that the error names; "" = the file itself
 BAD = [
     ("a.json", '{"use_amp": true, "max_seq_len": 8, "learning_rte": 1}', "learning_rte"),
     ("a.json", '{"seed": 1}', ""),  # a recipe already
     ("gone/a.json", None, ""),
-    ("a.toml", "zzz = 1\n", ""),  # of no system
-    ("a.yaml", "dist: {dtype: float32, backend: gloo}\ntrain: {max_steps: 5, precision: bf16}", ""),  # of two
+    ("a.toml", "max_tokens = 1\n", ""),  # another form
+    ("a.py", "zzz = 1\n", ""),  # of no system
+    ("a.yaml", "dist: {dtype: float32, backend: gloo}\ntrain: {max_steps: 5, random_seed: 3}", ""),  # of two
     ("a.json", '{"zero_optimization": {"stage": 2}, "gradient_clipping": "x"}', "gradient_clipping"),
-    ("a.json", '{"zero_optimization": {"stage": 4, "overlap_comm": true}}', "zero_optimization.stage"),
+    ("a.json", '{"zero_optimization": {"stage": 1}, "steps_per_print": 1}', "zero_optimization.stage"),
     ("a.json", '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "bf16.enabled"),
+    ("a.json", '{"fp16": {"enabled": true, "loss_scale": 0}, "gradient_clipping": 1}', "fp16.loss_scale"),
     ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Lamb"}}', "optimizer.type"),
+    ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Adam", "params": {"betas": 1}}}', _BETAS),
     ("a.json", '{"scheduler": {"type": "X", "params": {"warmup_num_steps": 1}}}', "scheduler.type"),
     ("a.json", '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 5}', "train_batch_size"),
     ("a.yaml", "dist: {dtype: int8, backend: gloo}", "dist.dtype"),
     ("a.yaml", "optim: {lr: 1}\nlr_scheduler: {total_iterations: 9, min_lr: 2}", "lr_scheduler.min_lr"),
-    ("a.yaml", "model: {hf_config: {model_type: qwen3, hidden_act: silu}}", "model.hf_config.model_type"),
-    *(
-        ("a.yaml", f"model: {{hf_config: {{hidden_act: silu, rope_scaling: {{{rope}}}}}}}", f"{ROPE}.{key}")
-        for rope, key in (("type: dynamic", "type"), ("type: linear, mscale: 1, factor: 2", "mscale"), LLAMA3)
-    ),
+    ("a.yaml", "model: {hf_config: {hidden_size: 8, hidden_act: gelu}}", "model.hf_config.hidden_act"),
+    ("a.yaml", "model: {hf_config: {hidden_size: 8, hidden_act: silu, experts: 1}}", "model.hf_config.experts"),
+    ("a.json", '{"use_amp": "perhaps", "max_seq_len": 8}', "use_amp"),
     ("a.json", '{"use_amp": true, "max_seq_len": 8, "optimizer": "lamb"}', "optimizer"),
-    ("a.json", '{"use_amp": true, "eps": 1, "epsilon": 2}', "epsilon"),
+    ("a.json", '{"training": {"use_amp": true, "seed": 3}, "seed": 4}', "seed"),
     ("a.json", '{"d_model": 64, "n_heads": 4}', "d_model"),
     ("a.json", '{"use_deepspeed": true, "deepspeed_config": "x"}', "deepspeed_config"),
-    ("a.yaml", "train: {max_steps: '${x}', use_amp: false}", "train.max_steps"),
+    ("a.yaml", "train: {max_steps: '${x}', random_seed: 3}", "train.max_steps"),
     ("a.yaml", "optimizer: {name: lion, lr_config: {lr: 1}}", "optimizer.name"),
-    ("a.yaml", "optimizer: {name: muon_adamw, beta2: 0.9, lr_config: {lr: 1}}", "optimizer.beta2"),
-    ("a.yaml", "optimizer: {lr_config: {schedule: piecewise_linear, lr1: 1}}", "optimizer.lr_config.schedule"),
-    (
-        *("a.yaml", "optimizer: {name: adamw, weight_decay: 1, decouple_weight_decay: false, lr_config: {lr: 1}}"),
-        "optimizer.decouple_weight_decay",
-    ),
+    ("a.yaml", "optimizer: {name: sgdm, beta: x, lr_config: {lr: 1}}", "optimizer.beta"),
     ("a.yaml", "checkpoint: {load: true, save: true}", "checkpoint.load"),
-    ("a.yaml", "checkpoint: {load: true, load_path: stub.yaml}", "checkpoint.load_path"),  # a file of theirs
     ("a.yaml", "train: {max_steps: 5}\nmodel: {name: gpt2}", "model.name"),
-    ("a.yaml", "train: {max_steps: 9}\noptimizer: {lr_config: {max_steps: 5, min_lr: 0}}", "train.max_steps"),
+    ("a.yaml", "train: {max_steps: 5}\nmodel: {dim: x}", "model.dim"),
     ("a.py", "dataset = 'x_char'\nn_embd = 768\n", "dataset"),
     ("a.py", "init_from = 'gpt2-xl'\nn_embd = 768\n", "init_from"),
-    ("a.py", "max_tokens = 10**6\nwarmup_tokens = 10\nmin_lr = 1e-5\n", "min_lr"),
-    ("a.py", "lr_decay_iters = 10\nmax_iters = 20\n", "lr_decay_iters"),  # before warmup_iters=2000
+    ("a.py", "max_tokens = 10**6\nwarmup_tokens = 10\nmax_iters = 5\n", "max_iters"),
     ("a.py", "n_embd = 0.5\n", "n_embd"),
+    ("a.py", "n_embd = 64\nbatch_size = 0.5\n", "batch_size"),
 ]
 
 
@@ -115,7 +111,7 @@ def test_a_mistake_in_a_file_is_one_error_with_its_place(
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError) as error:
-        translate(TranslateConfig(str(path), output_path=str(tmp_path / "mine.yaml")))
+        translate_file(TranslateConfig(str(path), output_path=str(tmp_path / "mine.yaml")))
     (problem,) = error.value.problems
     assert str(path) in problem and (not key or f"{path}: {key}: " in problem)
     assert not (tmp_path / "mine.yaml").exists()
@@ -125,9 +121,9 @@ def test_unknown_keys_and_other_models_are_ignored_on_request(tmp_path: Path) ->
     path = tmp_path / "a.json"
     path.write_text('{"use_amp": true, "learning_rte": 1, "activation": "gelu"}')
     accepts = {"accept_unknown": "true", "accept_llama": "true", "num_steps": "10"}
-    assert values(str(path), **accepts)["learning_rate"] == "0.0001"
+    assert values(str(path), **accepts) == values(num_steps="10")
     config = TranslateConfig(str(path), accept_llama=True, accept_unknown=True, output_path=str(tmp_path / "a.yaml"))
-    translate(config)
+    translate_file(config)
     assert "learning_rte: 1 " in (tmp_path / "a.yaml").read_text()
 
 
@@ -143,7 +139,12 @@ def test_unknown_keys_and_other_models_are_ignored_on_request(tmp_path: Path) ->
         ("guide.json", "resume_from_checkpoint=a/step_5_ckp", "resume_from_checkpoint", "a/step_5_ckp"),
         ("composed/config.yaml", "optimizer=adamw", "adam_beta2", "0.999"),
         ("composed/config.yaml", "checkpoint.save_steps=[2000]", "checkpoint_steps", "(2000,)"),
-        ("composed/config.yaml", "train.gradient_clip_val=null", "grad_clip_thresh", "0.0"),
+        ("composed/config.yaml", "checkpoint.save=false", "checkpoint_interval", "0"),
+        ("composed/config.yaml", "checkpoint.num_steps=7", "run_steps", "7"),
+        ("composed/config.yaml", "optimizer.lr_config.max_steps=5000", "run_steps", "2000"),
+        ("composed/config.yaml", "logging.wandb_project=NAME", "tracker", "('wandb',)"),
+        ("tokens.py", "use_scheduler=false", "schedule", "constant"),
+        ("tokens.py", "stable_tokens=0", "schedule", "cosine"),
         ("tokens.py", "max_tokens=5_000_000", "num_steps", "5Mtok"),
     ],
 )
@@ -158,9 +159,10 @@ def test_a_flag_of_the_other_system_sets_its_key(file: str, argument: str, setti
 @pytest.mark.parametrize(
     ("file", "flags", "expected"),
     [
-        ("guide.json", {"optimizer": "sgd", "num_steps": "5000"}, {"adam_beta2": "0.95"}),
-        ("steps.py", {"model_variant": "tiny"}, {"hidden_size": "None", "vocab_size": "None"}),
-        ("steps.py", {"grad_accum_steps": "2"}, {"global_batch_size": "None", "batch_size": "12"}),
+        ("tokens.py", {"model_variant": "tiny"}, {"hidden_size": "None", "intermediate_size": "None"}),
+        ("tokens.py", {"grad_accum_steps": "2"}, {"global_batch_size": "None", "batch_size": "32"}),
+        ("tokens.py", {"optimizer": "adamw"}, {"muon_adam_learning_rate": "None"}),
+        ("tokens.py", {"ckpt_load_path": "x"}, {"init_from": "auto"}),
         ("stub.yaml", {"use_dummy_dataset": "no"}, {"eval_datasets": "('path/to/eval',)"}),
         ("tokens.py", {"tracker": "wandb,tensorboard"}, {"tracker_project_name": "large"}),
         ("tokens.py", {"data_path": "mine"}, {"datasets": "()", "sep_token": "None", "file_type": "auto"}),
@@ -174,49 +176,60 @@ def test_a_flag_overrides_the_setting_that_it_replaces(
     assert expected.items() <= found.items()
 
 
+def test_without_mixed_precision_a_files_type_has_no_effect(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("dist: {dtype: float16, backend: gloo}")
+    assert values(str(tmp_path / "a.yaml"))["mp_dtype"] == "float16"
+    assert values(str(tmp_path / "a.yaml"), mixed_precision="false")["mp_dtype"] == "bfloat16"
+
+
 PREPARE = "prepare it first"
-RMSPROP = {"rms_alpha": "0.8", "momentum": "None"}
-LENGTH = {"seq_length": "2048", "rms_norm_eps": "1e-06"}
-SGD = {"weight_decay": "0.01", "adam_beta2": "0.95", "mixed_precision": "False"}
-ADAM = {"optimizer": "adam", "adam_beta2": "0.999", "learning_rate": "0.001"}
-SGDM = {"optimizer": "sgdm", "momentum": "0.8", "adam_beta2": "0.95"}
-MUON = {"optimizer": "muon", "learning_rate": "2.0", "muon_adam_learning_rate": "1.0"}
 
 
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.json", '{"optimizer": "sgd", "max_steps": 2000, "use_amp": false}', SGD),
-        ("a.yaml", "model: {hf_config: {hidden_size: 64, hidden_act: silu}}", LENGTH),
-        ("a.yaml", "optim: {lr: 1e-3}\nlr_scheduler: {total_iterations: 9, min_lr: 1e-4}", {"min_lr_ratio": "0.1"}),
+        ("a.json", '{"max_length": 64, "use_amp": false}', {"mixed_precision": "False"}),
+        ("a.yaml", "model: {hf_config: {hidden_size: 64, max_position_embeddings: 8}}", {"seq_length": "8"}),
         (
             "a.yaml",
-            "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 32, rope_parameters: {"
-            "rope_theta: 9, rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4,"
-            " original_max_position_embeddings: 64}}}",
-            {"rope_theta": "9.0", "rope_scaling": "('8.0', '1.0', '4.0', '64.0')"},
+            "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 8, attention_bias: true}}",
+            {"head_dim": "8", "attention_bias": "true"},
         ),
+        ("a.yaml", "lr_scheduler: {total_iterations: 9, warmup_iterations: 2}", {"min_lr_ratio": "0.0"}),
+        ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Adam"}}', {"optimizer": "adamw"}),
+        ("a.json", '{"train_batch_size": 8, "bf16": {"enabled": "auto"}}', {"mixed_precision": "None"}),
+        ("a.json", '{"train_batch_size": 8, "bf16": {"enabled": false}}', {"mixed_precision": "False"}),
+        ("a.json", '{"scheduler": {"type": "WarmupLR"}, "gradient_clipping": 2}', {"warmup_steps": "None"}),
+        (
+            "a.json",
+            '{"optimizer": {"params": {"lr": 1}}, "scheduler": {"type": "WarmupDecayLR", "params":'
+            ' {"warmup_max_lr": 2, "warmup_num_steps": 3, "warmup_min_lr": 0, "total_num_steps": 9}}}',
+            {"learning_rate": "2.0", "schedule": "linear", "min_lr_ratio": "0.0", "num_steps": "9"},
+        ),
+        ("a.json", '{"use_amp": false, "pack_sequences": false}', {"document_mask": "True", "packing": "best_fit"}),
+        ("a.json", '{"use_amp": true, "pack_sequences": true}', {"packing": "greedy"}),
+        ("a.json", '{"use_amp": true, "amp_dtype": "float16"}', {"mixed_precision": "None", "mp_dtype": "float16"}),
+        ("a.json", '{"max_seq_len": 64, "max_length": 8}', {"seq_length": "8", "max_position_embeddings": "64"}),
+        ("a.json", '{"use_amp": true, "lr_scheduler": "linear"}', {"schedule": "linear", "min_lr_ratio": "0.0"}),
+        (
+            "a.json",
+            '{"use_deepspeed": false, "deepspeed_config": "gone"}',
+            {"mixed_precision": "None"},
+        ),
+        ("a.yaml", "optimizer: {name: rmsprop, beta: 0.8, lr_config: {lr: 1}}", {"rms_alpha": "0.8"}),
+        ("a.yaml", "model: {dim: 64, name: 7b}\ntrain: {max_steps: 4}", {"model_variant": "7b"}),
         (
             "a.yaml",
-            "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 8, attention_bias: true, "
-            "rope_scaling: {type: yarn, factor: 4, original_max_position_embeddings: 64, truncate: false}}}",
-            {"head_dim": "8", "attention_bias": "true", "rope_scaling": "('yarn:4', '64.0', 'truncate=false')"},
+            "optimizer: {name: sgdm, lr_config: {lr: 1, schedule: constant, max_steps: 9}}\ntrain: {max_steps: 5}",
+            {"learning_rate": "0.1", "num_steps": "5", "run_steps": "None"},
         ),
-        ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}}', ADAM),
-        ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "SGD", "params": {"momentum": 0.8}}}', SGDM),
-        ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Muon", "params": {"muon_lr": 2, "lr": 1}}}', MUON),
-        ("a.json", '{"use_amp": false, "pack_sequences": false, "max_steps": 2000}', {"document_mask": "True"}),
-        ("a.json", '{"use_amp": true, "max_steps": 2000}', {"mixed_precision": "None", "mp_dtype": "float16"}),
-        ("a.json", '{"use_amp": true, "amp_dtype": "32-true", "max_steps": 2000}', {"mixed_precision": "False"}),
-        ("a.json", '{"warmup_ratio": 0.1, "warmup_steps": 7, "num_epochs": 1}', {"warmup_steps": "7"}),
-        ("a.yaml", "optimizer: {name: rmsprop, beta: 0.8, lr_config: {lr: 1}}", RMSPROP),
         (
-            "a.yaml",
-            "optimizer: {lr_config: {schedule: piecewise_linear, lr1: 2, lr2: 1, start_steps: 3, max_steps: 4}}",
-            {"schedule_points": "('3:1', '7:0.5')", "learning_rate": "2.0"},
+            "a.py",
+            "out_dir = 'x'\ninit_from = 'resume'\nresume_ckpt_fname = 'step_5.pt'\n",
+            {"resume_from_checkpoint": "step_5"},
         ),
-        ("a.py", "init_from = 'resume'\nresume_ckpt_fname = 'step_5.pt'\n", {"resume_from_checkpoint": "step_5"}),
-        ("a.py", "device = 'cpu'\ndtype = 'bfloat16'\nn_embd = 768\n", {"mixed_precision": "False"}),
+        ("a.py", "n_embd = 768\nbatch_size = 12\n", {"global_batch_size": "12"}),
+        ("a.py", "n_embd = 768\ndtype = 'float32'\n", {"mixed_precision": "False"}),
     ],
 )
 def test_a_file_keeps_the_meaning_of_its_own_system(
@@ -224,13 +237,6 @@ def test_a_file_keeps_the_meaning_of_its_own_system(
 ) -> None:
     (tmp_path / name).write_text(content)
     assert expected.items() <= values(str(tmp_path / name)).items()
-
-
-def test_a_dataset_of_a_folder_is_the_one_that_has_its_name(tmp_path: Path) -> None:
-    (tmp_path / "data/c4").mkdir(parents=True)
-    (tmp_path / "a.yaml").write_text(f"dataset: {{name: c4, path: {tmp_path}/data}}\ntrain: {{max_steps: 5}}\n")
-    made = read(str(tmp_path / "a.yaml")).values
-    assert (made["data_path"], made["datasets"]) == (f"{tmp_path}/data", ("c4",))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +260,7 @@ def test_the_data_of_a_guide_are_token_files_or_prepared_and_its_validation_neve
         data = {"dataset_name": named, "validation_split": split, "preprocessing_num_workers": 3}
         Path("a.json").write_text(json.dumps({"use_amp": True, **data}))
         found = read("a.json").values
-        translate(TranslateConfig("a.json", output_path="a.yaml"))
+        translate_file(TranslateConfig("a.json", output_path="a.yaml"))
         lines = Path("a.yaml").read_text().splitlines()
     assert expected.items() <= found.items() and ("held_out_fraction" in found) == ("eval_datasets" not in found)
     commands = [line for line in lines if PREPARE in line]
@@ -273,7 +279,8 @@ def test_the_data_of_a_guide_are_token_files_or_prepared_and_its_validation_neve
         *(([f"{word}=3"], "did you mean batch_size?") for word in ("data.batch_sze", "data.batch_size")),
         (["stub.yaml", "optim.lrr=1"], "optim.lr?"),
         (["composed/config.yaml", "model=large"], "composed/model/large.yaml"),
-        (["composed/config.yaml", "optimizer.nesterov=true", "optimizer=adamw"], "adamw"),
+        (["composed/config.yaml", "optimizer.beta=0.5", "optimizer=adamw"], "adamw"),
+        (["tokens.py", "use_scheduler=perhaps"], "use_scheduler"),
     ],
 )
 def test_a_mistake_in_arguments_is_one_error_with_a_remedy(words: list[str], named: str) -> None:
@@ -287,32 +294,32 @@ def test_dotted_arguments_work_without_a_file(caplog: pytest.LogCaptureFixture) 
     found = values("optimizer=sgdm", "optimizer.lr_config.lr=1.0", "train.max_steps=100", "optimizer.beta=0.8")
     assert (found["optimizer"], found["learning_rate"], found["momentum"]) == ("sgdm", "0.2", "0.8")
     assert (found["grad_clip_thresh"], found["weight_decay"], found["schedule"]) == ("0.0", "0.0", "constant")
-    assert "default there" in caplog.text
-    assert "(composed)" in caplog.text
+    assert found["mixed_precision"] == "False" and "(composed)" in caplog.text
     project = "logging.wandb_project=mine", "train.max_steps=5"
     assert values(*project, ckpt_save_path="runs/x")["tracker"] == "('wandb',)"
     assert values(*project, tracker="none")["tracker"] == "()"
-    found = values("optimizer/lr_config=linear", "optimizer.learning_rate=2", "min_lr_ratio=0.3")
+    found = values("optimizer.lr_config.schedule=linear", "optimizer.learning_rate=2", "min_lr_ratio=0.3")
     assert (found["schedule"], found["learning_rate"], found["min_lr_ratio"]) == ("linear", "2.0", "0.3")
-    made = read("checkpoint.load_path=a", "train.seed=4")
+    found = values("optimizer=adamw", "optimizer.lr_config.lr=1", "optimizer.lr_config.warmup=3")
+    assert (found["schedule"], found["weight_decay"], found["adam_beta2"]) == ("linear", "0.0", "0.999")
+    made = read("checkpoint.load_path=a", "train.random_seed=4")
     assert (made.values["ckpt_load_path"], made.values["seed"]) == ("a", 4)
-    assert made.chosen["ckpt_load_path"].source == "command line, checkpoint.load_path"
+    assert made.chosen["ckpt_load_path"].where == "checkpoint.load_path=a"
 
 
 COMPOSITIONS = {
     "- optimizer: lion": "optimizer/lion.yaml",
     "- override optimizer: adamw": "override optimizer",
     "- [a]": "['a']",
-    "- config": "config.yaml",
     "- {optimizer: null}": "",
-    "- {hydra/launcher: joblib}": "",
+    "- empty": "",
 }
 
 
 @pytest.mark.parametrize("entry", COMPOSITIONS)
 def test_the_forms_of_a_default(entry: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"defaults:\n  {entry}\ntrain: {{max_steps: 5}}\n")
-    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "empty.yaml").touch()
     if not COMPOSITIONS[entry]:
         assert values(str(tmp_path / "config.yaml"))["num_steps"] == "5"
         return
@@ -322,7 +329,7 @@ def test_the_forms_of_a_default(entry: str, tmp_path: Path) -> None:
 
 
 def test_a_files_own_lines_apply_at_self_or_last(tmp_path: Path) -> None:
-    (tmp_path / "train.yaml").write_text("# @package train\nmax_steps: 1\n")
+    (tmp_path / "train.yaml").write_text("max_steps: 1\n")
     for defaults, steps in (("[train]", "5"), ("[train, _self_]", "5"), ("[_self_, train]", "1")):
         (tmp_path / "config.yaml").write_text(f"defaults: {defaults}\ntrain: {{max_steps: 5}}\n")
         assert values(str(tmp_path / "config.yaml"))["num_steps"] == steps
@@ -339,7 +346,7 @@ TEXTS = st.sampled_from(
 @pytest.mark.parametrize("kind", SYSTEMS)
 @given(data=st.data())
 def test_no_mapping_gives_a_traceback(kind: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    keys = st.sampled_from([key.removesuffix(".*") for key in SYSTEMS[kind].rules] + ["zzz", "seed"])
+    keys = st.sampled_from([key.removesuffix(".*") for key in SYSTEMS[kind].rows] + ["zzz", "seed"])
     nested: st.SearchStrategy[Any] = st.dictionaries(st.sampled_from("ab"), TEXTS) | st.lists(TEXTS)
     tree = data.draw(st.dictionaries(keys, TEXTS | st.none() | nested, max_size=12))
     suffix = ".py" if kind == "nanogpt" else ".json"
@@ -347,10 +354,10 @@ def test_no_mapping_gives_a_traceback(kind: str, data: st.DataObject, tmp_path_f
     assignments = "\n".join(f"{key} = {value!r}" for key, value in tree.items() if not isinstance(value, dict))
     path.write_text(assignments if kind == "nanogpt" else json.dumps(tree))
     arguments = data.draw(st.dictionaries(keys, TEXTS, max_size=3))
+    accepts = {"accept_llama": True, "accept_unknown": True}
+    chosen = data.draw(st.sampled_from([kind, None]))
     try:
-        translate_recipe(
-            path, "a", arguments, ["accept_llama", "accept_unknown"], data.draw(st.sampled_from([kind, None]))
-        )
+        translate_all(assign({"recipe": [str(path)], **accepts, **arguments}), chosen)
     except ConfigError as error:
         assert error.problems
 
@@ -381,17 +388,9 @@ def test_a_step_to_load_in_the_run_that_is_saved_is_the_step_to_resume_from() ->
 SMALL = {"d_model": 256, "n_heads": 4, "n_layers": 4, "d_ff": 1024, "max_seq_len": 512}
 
 
-def test_a_default_warm_up_is_shortened_to_fit_the_run_and_a_given_one_is_not(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps({**SMALL, "max_steps": 5000}))
-    assert values(str(tmp_path / "a.json"))["warmup_steps"] == "1000"
-    assert values(str(tmp_path / "a.json"), num_steps="500")["warmup_steps"] == "50"
-    (tmp_path / "b.json").write_text(json.dumps({**SMALL, "max_steps": 5000, "warmup_steps": 900}))
-    assert values(str(tmp_path / "b.json"), num_steps="500")["warmup_steps"] == "900"
-
-
 def test_a_rule_that_settings_of_another_system_break_names_their_file_and_keys(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_text(json.dumps({**SMALL, "d_model": 255, "max_steps": 2000}))
+    path.write_text(json.dumps({**SMALL, "d_model": 255}))
     with pytest.raises(ConfigError) as error:
         values(str(path))
     assert f"{path}: d_model: 255; {path}: n_heads: 4" in str(error.value)

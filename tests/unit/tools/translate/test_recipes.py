@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ from pretraining.cli import main
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.errors import ConfigError, DataError
 from pretraining.optim.registry import user_defined_arguments
-from pretraining.optim.schedules import build_learning_rate
-from pretraining.progress import TokenSchedule
 from pretraining.tools.commands import TranslateConfig
-from pretraining.tools.translate.translate import translate
+from pretraining.tools.translate.command import translate_file
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +29,9 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_file_is_its_golden_recipe_translated_or_started(name: str, tmp_path: Path) -> None:
     """If a change is meant: python tests/golden/make_translations.py."""
-    translate(TranslateConfig(PAIRS[name], output_path=str(tmp_path / "mine.yaml")))
+    translate_file(TranslateConfig(PAIRS[name], output_path=str(tmp_path / "mine.yaml")))
     assert (tmp_path / "mine.yaml").read_text() == (FOLDER / f"{name}.recipe.yaml").read_text()
-    flags = {"data_path": "mine", "num_steps": "5000"}
+    flags = {"data_path": "mine", "num_steps": "20Mtok"}
     config = load([f"{name}.recipe.yaml"], flags)
     found = [load([PAIRS[name]], flags), load([], flags | {"recipe": PAIRS[name]})]
     for each in (*found, Trainer.from_recipe(PAIRS[name], **flags).config):
@@ -51,12 +49,20 @@ def test_another_systems_file_over_a_recipe_brings_what_it_says_and_no_defaults(
     assert (config.schedule.schedule, config.optimizer.grad_clip_thresh) == ("linear", 2.0)
     assert config.optimizer.learning_rate == 3e-4
     assert "(deepspeed)" in caplog.text  # the start says what became of each key
-    (tmp_path / "over.json").write_text('{"training": {"max_steps": 2000, "logging_steps": 7}}')
+    (tmp_path / "over.json").write_text('{"training": {"num_epochs": 2, "logging_steps": 7}}')
     config = load([], {"recipe": f"demo,{tmp_path / 'over.json'}", "data_path": "x"})
-    ours = load([], {"recipe": "demo", "data_path": "x", "num_steps": "2000", "report_interval": "7"})
-    assert config == ours and "default there" not in caplog.text
-    config = load([], {"recipe": "guide.json,deepspeed.json", "data_path": "x"})  # the later one and its defaults win
+    ours = load([], {"recipe": "demo", "data_path": "x", "num_steps": "2ep", "report_interval": "7"})
+    assert config == ours
+    config = load([], {"recipe": "guide.json,deepspeed.json", "data_path": "x"})  # what neither says is DeepSpeed's
     assert (config.schedule.schedule, config.optimizer.grad_clip_thresh) == ("constant", 0.0)
+
+
+def test_what_a_file_leaves_open_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    load(["stub.yaml"], {"optimizer": "adam", "adam_beta2": "0.9"})
+    assert "left open by stub.yaml, and as here: grad_clip_thresh=1.0" in caplog.messages
+    load(["deepspeed.json", "use_dummy_dataset=true"])  # constant: no end of a schedule
+    assert caplog.messages[-1] == "left open by deepspeed.json, and as here: seq_length=4096, num_steps=1000"
 
 
 def test_a_trainer_that_overrides_log_metrics_is_referred_to_extra_metrics(caplog: pytest.LogCaptureFixture) -> None:
@@ -71,12 +77,12 @@ def test_only_an_earlier_recipe_is_replaced(tmp_path: Path) -> None:
     output, link, pipe, theirs = (tmp_path / f"{name}.yaml" for name in ("mine", "link", "pipe", "theirs"))
     theirs.write_text("learning_rate: 1e-3\n")
     for _ in range(2):
-        translate(TranslateConfig("stub.yaml", output_path=str(output)))
+        translate_file(TranslateConfig("stub.yaml", output_path=str(output)))
     link.symlink_to(output)
     os.mkfifo(pipe)
     for path in (theirs, link, pipe):
         with pytest.raises(DataError) as error:
-            translate(TranslateConfig("stub.yaml", output_path=str(path)))
+            translate_file(TranslateConfig("stub.yaml", output_path=str(path)))
         assert error.value.path == path
     assert theirs.read_text() == "learning_rate: 1e-3\n" and link.is_symlink() and pipe.is_fifo()
 
@@ -88,14 +94,17 @@ def test_the_output_holds_no_secret_and_the_printed_command_reads_the_recipe_bac
     foreign.write_text(
         "dist: {dtype: float32}\ncheckpoint: {directory: 'a: #b'}\nlogging: {wandb_api_key: my_secret}\n"
     )
-    translate(TranslateConfig(str(foreign)))
-    translate(TranslateConfig(str(foreign), output_path=str(output)))
+    with pytest.raises(ConfigError) as refused:
+        translate_file(TranslateConfig(str(foreign)))
+    assert "wandb_api_key: (not shown)" in str(refused.value)
+    translate_file(TranslateConfig(str(foreign), accept_unknown=True))
+    translate_file(TranslateConfig(str(foreign), accept_unknown=True, output_path=str(output)))
     printed = capsys.readouterr().out
     assert "a: #b" in printed and "my_secret" not in printed
     assert shlex.split(printed.splitlines()[-1]) == ["pretrain", "train", f"--recipe={output}"]
     assert load([str(output)], {"use_dummy_dataset": "true"}).checkpoint.ckpt_save_path == "a: #b"
     with pytest.raises(ConfigError):  # train reads YAML
-        translate(TranslateConfig("stub.yaml", output_path=str(tmp_path / "mine.json")))
+        translate_file(TranslateConfig("stub.yaml", output_path=str(tmp_path / "mine.json")))
     assert not (tmp_path / "mine.json").exists()
 
 
@@ -107,7 +116,7 @@ OURS = "model_variant: tiny\ndata_path: x\nseq_length: 64\nlearning_rate: 1e-3\n
     [
         ("num_epochs: 2", "num_epochs", "num_steps=2ep"),
         ("use_amp: true", "use_amp", "delete it: where the device has units for it"),
-        ("max_seq_len: 128", "max_seq_len", "seq_length=128 max_position_embeddings=128"),
+        ("max_seq_len: 128", "max_seq_len", "max_position_embeddings=128 seq_length=128"),
         ("dropout: 0.1", "dropout", "delete it: a Llama is trained without dropout"),
         ("dist: {sharding_stage: zero2, dtype: float32}", "dist.sharding_stage", "sharding_strategy=zero2"),
         ("zero_optimization: {stage: 3}", "zero_optimization.stage", "sharding_strategy=fsdp"),
@@ -118,7 +127,7 @@ def test_another_systems_key_in_a_recipe_is_an_error_with_our_name(
 ) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"{OURS}{line}\n")
-    for read in (lambda: load([str(mine)]), lambda: translate(TranslateConfig(str(mine)))):
+    for read in (lambda: load([str(mine)]), lambda: translate_file(TranslateConfig(str(mine)))):
         with pytest.raises(ConfigError) as error:
             read()
         assert f"{mine}: {key} is not known: {ours}" in error.value.problems[0]
@@ -134,7 +143,7 @@ def test_one_key_of_a_system_is_no_file_of_that_system(tmp_path: Path) -> None:
         (problem,) = error.value.problems
         assert "training.learning_rate is not known: learning_rate=3e-4; or, if the file is another system's" in problem
         assert f"pretrain translate {over} --from=guide" in problem
-    translate(TranslateConfig(str(over), kind="guide"))
+    translate_file(TranslateConfig(str(over), kind="guide"))
     defaults.write_text("defaults: [train]\n")  # a composed file may name its parts alone
     (tmp_path / "train.yaml").write_text("max_steps: 5\n")
     assert load([str(defaults)], {"use_dummy_dataset": "true"}).run.num_steps.amount == 5
@@ -142,14 +151,14 @@ def test_one_key_of_a_system_is_no_file_of_that_system(tmp_path: Path) -> None:
 
 def test_arguments_beside_a_file_are_translated_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "mine.yaml"
-    words = ["guide.json", "training.batch_size=4", "--max_steps=2000", "--learning_rate=3e-3", "--ckpt_save_path=mine"]
+    words = ["guide.json", "training.batch_size=4", "--num_epochs=2", "--learning_rate=3e-3", "--ckpt_save_path=mine"]
     main(["translate", *words, f"--output_path={output}"])
     text = output.read_text()
-    for line in ("batch_size: 4", "num_steps: 2000", "learning_rate: 3e-3", "ckpt_save_path: mine"):
+    for line in ("batch_size: 4", "num_steps: 2ep", "learning_rate: 0.003", "ckpt_save_path: mine"):
         assert f"  {line}\n" in text
     main(["translate", "stub.yaml", "--max_tokens=5B"])
     assert "  num_steps: 5Btok\n" in capsys.readouterr().out
-    for wrong in ("--max_stps=2000", "more.json"):
+    for wrong in ("--num_epchs=2", "more.json"):
         with pytest.raises(SystemExit):
             main(["translate", "guide.json", wrong])
 
@@ -160,7 +169,7 @@ WITHOUT_DATA = {name: {"use_dummy_dataset": "true"} for name in ("deepspeed", "c
 
 
 def test_the_global_batch_of_a_guide_is_the_same_on_any_number_of_ranks() -> None:
-    config = load(["guide.json"])
+    config = load(["guide.json"], {"data_path": "x"})
     assert {resolve_batch_sizes(config.batch, ranks).global_batch_size for ranks in (1, 2, 8)} == {64}
 
 
@@ -171,7 +180,8 @@ def test_words_without_a_file_mean_what_they_mean_beside_one(tmp_path: Path) -> 
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "sgdm.yaml").write_text("lr_config: {lr: 0.1}\nbeta: 0.9\n")
     alone, beside = (load(each, WITHOUT_DATA["composed"]) for each in (words, [str(tmp_path / "config.yaml"), *words]))
-    assert alone == beside
+    assert alone.optimizer == replace(beside.optimizer, grad_clip_thresh=0.0, weight_decay=0.0)
+    assert (alone.schedule.schedule, alone.parallel.mixed_precision) == ("constant", False)
     assert (alone.optimizer.learning_rate, alone.optimizer.momentum) == (0.1, 0.9)
     for torchs in (["optimizer.momentum=0.9", words[0]], ["optimizer.beta=0.9", "optimizer=normalized_sgdm"]):
         config = load(["optimizer.lr_config.lr=0.5", *torchs], WITHOUT_DATA["composed"]).optimizer
@@ -189,18 +199,6 @@ def test_a_files_settings_of_a_user_defined_optimizer_become_its_options(
     monkeypatch.syspath_prepend(str(tmp_path))
     config = load(["composed/config.yaml", "optimizer=mine"], WITHOUT_DATA["composed"]).optimizer
     assert user_defined_arguments(config) == {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.9, "gamma": 0.3}
-
-
-@pytest.mark.parametrize(("warmup", "end"), [(100, 9000), (0, 3000)])
-def test_the_learning_rate_equals_nanogpts_for_any_end_of_its_cosine(warmup: int, end: int) -> None:
-    flags = {"warmup_iters": str(warmup), "lr_decay_iters": str(end), "learning_rate": "1e-3", "min_lr": "1e-4"}
-    config = load(["steps.py"], flags)
-    assert (config.run.num_steps.amount, config.run.run_steps) == (5000, None)
-    schedule = build_learning_rate(config.schedule, config.run.num_steps, TokenSchedule.steady(1), None)
-    for step in range(warmup, 5000, 7):
-        done = min(1.0, (step - warmup) / (end - warmup))
-        rate = 1e-4 + 0.5 * (1 + math.cos(math.pi * done)) * 9e-4
-        assert schedule.at(step, 1e-3) == pytest.approx(rate, abs=2.5e-6)
 
 
 def test_four_times_the_width_is_rescaled_and_other_widths_are_kept() -> None:

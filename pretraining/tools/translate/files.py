@@ -1,20 +1,29 @@
-"""Parser of settings files (YAML, JSON, TOML, Python assignments) into one flat mapping, `{dotted key: text}`.
+"""Reader of settings files (YAML, JSON, Python assignments) into one flat mapping, `{dotted key: text}`.
 
-Nothing in a file is executed. Values keep the text of the file; null becomes None, and a list `[a, b]`.
+Nothing in a file is executed. Values keep the text of the file; null becomes None, and a list `[a, b]`. A file with
+`defaults:` is composed of other files:
+
+    conf/config.yaml            defaults: [optimizer: adamw, model: small, train, logging]
+    conf/optimizer/adamw.yaml   goes to the section `optimizer`; optimizer=sgdm selects conf/optimizer/sgdm.yaml
+    conf/train.yaml             goes to the section `train`, whether or not its lines stand under `train:`
+
+Later files win. The main file's own lines are merged at `_self_`, or last.
 """
 
 from __future__ import annotations
 
 import ast
 import operator
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pretraining.config.assignments import setting_named
 from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
+from pretraining.files import is_file
+from pretraining.tools.translate.system import Given
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -26,30 +35,23 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 
-def parse(path: Path) -> dict[str, str | None]:
+def read_settings(path: Path) -> dict[str, str | None]:
     """Return the settings of a file by dotted key; raise a ConfigError if it is unreadable, invalid or empty."""
-    return flatten(read_tree(path))
+    return dict(_flatten(_read_tree(path), ""))
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """Return the settings of a file as nested mappings; errors as in `parse`."""
+def _read_tree(path: Path) -> dict[str, Any]:
     content = read_text(path, str(path))
-    tree: Any
-    if path.suffix not in (".py", ".toml"):
-        tree = parse_tree(content, str(path), path.suffix)
-    else:
+    if path.suffix == ".py":
         try:
-            tree = read_assignments(content) if path.suffix == ".py" else tomllib.loads(content, parse_float=str)
+            tree: Any = _read_assignments(content)
         except (SyntaxError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
+    else:
+        tree = parse_tree(content, str(path), path.suffix)
     if not isinstance(tree, dict) or not tree:
-        raise ConfigError(f"{path} has no settings")
+        raise ConfigError(f"{path} has no settings: write `name: value` on each line")
     return tree
-
-
-def flatten(tree: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the values of nested mappings by dotted key; an empty mapping is null."""
-    return dict(_flatten(tree, ""))
 
 
 def _flatten(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, str | None]]:
@@ -67,7 +69,55 @@ def text_of(value: Any) -> str | None:
     return None if value is None or value == {} else format_value(value)
 
 
-def read_assignments(content: str) -> dict[str, Any]:
+# Composed files
+
+
+def compose(path: Path, name: str, typed: Mapping[str, str | None]) -> tuple[list[Given], set[str]]:
+    """Return the merged settings of a main file and the files in its `defaults:`, and the typed words that chose files.
+
+    A typed word chooses the file of a group, unless it is a setting of this project and there is no such file.
+
+    Args:
+        name: name of the main file in messages.
+
+    Raises:
+        ConfigError: a missing or invalid file, or an entry of `defaults:` in another form.
+    """
+    tree, folder, merged, used = _read_tree(path), path.parent, dict[str, Given](), set[str]()
+    entries = tree.pop("defaults") or []
+    entries = entries if isinstance(entries, list) else [entries]
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+        match [*entry.items()] if isinstance(entry, dict) else entry:
+            case "_self_":
+                found = [Given(key, text, name) for key, text in _flatten(tree, "")]
+            case str(section):
+                found = _read_section(folder / section, section.removesuffix(".yaml"))
+            case [(group, str() | None as chosen)]:
+                word = typed.get(group)
+                if word is not None and (setting_named(group) is None or is_file(folder / group / f"{word}.yaml")):
+                    chosen = word
+                    used.add(group)
+                found = [] if chosen is None else _read_section(folder / group / chosen, group)
+                if group == "optimizer" and chosen and all(given.key != "optimizer.name" for given in found):
+                    found.append(Given("optimizer.name", chosen, found[0].file if found else name))
+            case _:
+                raise ConfigError(f"{path}: defaults: {entry}: write `- group: name` or `- name`")
+        merged |= {given.key: given for given in found}
+    return list(merged.values()), used
+
+
+def _read_section(path: Path, section: str) -> list[Given]:
+    """Return the settings of a file that is a section, whether or not its lines stand under the section's name."""
+    file = f"{str(path).removesuffix('.yaml')}.yaml"
+    settings = dict(_flatten(parse_tree(read_text(Path(file), file), file) or {}, ""))
+    above = "" if any(key.partition(".")[0] == section for key in settings) else f"{section}."
+    return [Given(f"{above}{key}", text, file) for key, text in settings.items()]
+
+
+# Python
+
+
+def _read_assignments(content: str) -> dict[str, Any]:
     """Return the assignments of a Python file: literals, arithmetic, and names assigned before.
 
     Raises:
