@@ -94,7 +94,7 @@ def train_each(runs: Sequence[FaultyRun], processes: int = 2) -> list[list[Ended
     return [list(of_run) for of_run in zip(*of_ranks, strict=True)]
 
 
-def batches_of(notes: Path, attempt: Callable[[Iterable[int]], int] = max) -> dict[int, list[int]]:
+def batches_of(notes: Path, choose: Callable[[Iterable[int]], int] = max) -> dict[int, list[int]]:
     """Checksums of the rows of each step, rank after rank, of an attempt that made the step: the last one, or `min`."""
     attempts: dict[int, dict[int, dict[int, list[int]]]] = defaultdict(lambda: defaultdict(dict))
     for path in sorted(notes.iterdir()):
@@ -102,5 +102,5 @@ def batches_of(notes: Path, attempt: Callable[[Iterable[int]], int] = max) -> di
         for step, rows in map(json.loads, path.read_text().splitlines()):
             attempts[step][attempt][rank] = rows
     return {
-        step: [row for rank in made[attempt(made)].values() for row in rank] for step, made in sorted(attempts.items())
+        step: [row for rank in made[choose(made)].values() for row in rank] for step, made in sorted(attempts.items())
     }

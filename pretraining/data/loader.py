@@ -1,20 +1,19 @@
 """The loader: an endless iterator of one rank's `StepBatch` per training step.
 
-    step numbers --BatchReader.read, on num_workers threads, in order--> batches --next(loader)--> training
+    step numbers --Prefetcher, num_workers threads--> batches --next(loader)--> training
 
-The `BatchReader` makes the batch of any step; the `torchdata.nodes` pipeline only prefetches. The position of the
-loader is the number of consumed batches, so batches do not depend on the number of threads or of resumes.
+The `BatchReader` makes the batch of any step; the `Prefetcher` only reads ahead. The position of the loader is the
+number of consumed batches, so batches do not depend on the number of threads or of resumes.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from pretraining.data.batch_reader import BatchReader
-from pretraining.data.fetch_ahead import FetchAhead
+from pretraining.data.prefetcher import Prefetcher
 from pretraining.data.resume import RunOrder, resume
 from pretraining.data.sampling.mixture import Range
 
@@ -47,8 +46,7 @@ class Loader:
         self._changes = dict(changes or {})
         self._workers = num_workers
         self._limit = limit_steps
-        self._batches: Iterator[StepBatch] | None = None
-        self._fetching: FetchAhead | None = None
+        self._batches: Prefetcher | None = None
         self._start(self._new_run)
 
     @property
@@ -63,11 +61,7 @@ class Loader:
         """Return the batch of the next step. After a DataError, the next call retries the same step."""
         if self._batches is None:
             steps = count(self._next_step) if self._limit is None else range(self._next_step, self._limit)
-            read: Callable[[int], StepBatch] = self.reader.read
-            if self.reader.is_remote:
-                self._fetching = FetchAhead(self.reader, self._next_step, self._limit)
-                read = self._fetching.read
-            self._batches = _ReadAhead(read, steps, self._workers) if self._workers else map(read, steps)
+            self._batches = Prefetcher(self.reader, steps, self._workers)
         try:
             batch = next(self._batches)
         except BaseException:
@@ -100,45 +94,12 @@ class Loader:
 
     def close(self) -> None:
         """Stop the threads and drop prefetched batches."""
-        if isinstance(self._batches, _ReadAhead):
+        if self._batches is not None:
             self._batches.close()
-        if self._fetching is not None:
-            self._fetching.close()
-        self._batches = self._fetching = None
+        self._batches = None
 
     def __enter__(self) -> Loader:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-class _ReadAhead:
-    """An iterator over batches that reads on threads, at most two batches per thread ahead."""
-
-    def __init__(self, read_step: Callable[[int], StepBatch], steps: Iterable[int], threads: int) -> None:
-        # Imported here: commands that only list samples, such as `inspect`, need neither torchdata nor torch.
-        from torchdata.nodes import IterableWrapper, ParallelMapper
-
-        def read(step: int) -> StepBatch | BaseException:
-            try:
-                return read_step(step)
-            except BaseException as error:  # torchdata would replace it by a text, and hang on a SystemExit
-                return error
-
-        # One thread keeps the order by itself. The pipeline's state is never used, so it takes no snapshots.
-        in_order, wrapped = threads > 1, IterableWrapper(steps)
-        pipeline = [ParallelMapper(wrapped, read, threads, in_order, method="thread", snapshot_frequency=0)]
-        self._pipeline = pipeline
-        # The pipeline's destructor stops the threads. A loader that was never closed does this before Python exits.
-        self.close = weakref.finalize(self, pipeline.clear)
-
-    def __iter__(self) -> _ReadAhead:
-        return self
-
-    def __next__(self) -> StepBatch:
-        """Return the next batch, or raise the error of the thread that read it."""
-        batch: StepBatch | BaseException = next(self._pipeline[0])
-        if isinstance(batch, BaseException):
-            raise batch
-        return batch

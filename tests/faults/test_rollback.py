@@ -106,7 +106,7 @@ def test_inspect_shows_the_samples_of_every_step_after_a_rollback(
     place: Path, ended: list[list[Ended]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained = batches_of(place / "notes")  # of what came last
-    diverged = batches_of(place / "notes", attempt=min)
+    diverged = batches_of(place / "notes", choose=min)
     assert sorted(trained) == list(range(1, 16))
     for step, rows in trained.items():
         slots = inspect(capsys, place / "mended", step)

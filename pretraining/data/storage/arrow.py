@@ -46,7 +46,7 @@ class ArrowFormat:
     """Arrow IPC files with a column of token lists, `col_name`."""
 
     suffix, ending = ".arrow", MAGIC
-    identity = ""  # keeps existing indices valid, which are older than the other formats
+    identity = "arrow"
     _messages_at = 8
     """First byte of the stream of messages that every file holds."""
 

@@ -109,8 +109,6 @@ def _open(path: Path, index: Index, config: DataConfig) -> BinCounts | None:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         begin = content.find(b"\n") + 1
         recorded = parse_json(content[:begin])
-        if recorded.pop("documents", None) is not None:  # of earlier versions, in place of the checksum of the index
-            recorded["index"] = header["index"]
         if recorded == {**header, "crc32": zlib.crc32(memoryview(content)[begin:])}:
             bounds = np.frombuffer(content, dtype="<i8", offset=begin).reshape(len(SPLITS), -1)
             return BinCounts(config.packing, config.seq_length, dict(zip(SPLITS, bounds, strict=True)))

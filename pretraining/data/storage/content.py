@@ -1,11 +1,11 @@
 """The record of a file's content, which tells files of equal names and sizes apart.
 
-    all bytes are read anyway: flat token files, indices of Megatron, inputs of `prepare`  -->  a checksum of the whole
-    parts are read to find documents: Arrow, Megatron, user-defined formats  -->  their places and lengths, some parts
+    up to 1 MiB  -->  a checksum of all bytes
+    larger       -->  a checksum of 32 parts and, if the file is being indexed, of the borders of its documents
 
 This is the only module that decides whether a file is the same. A file is recorded when it is indexed or prepared, and
-again when its time of change is not the noted one. Two files with equal records may still differ if a large file of
-the second kind has other tokens between the same document borders, and only outside of the parts.
+again when its time of change is not the noted one. Two large files with equal records may still differ if one has other
+tokens between the same document borders, and only outside of the parts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 PARTS = 32
 """Parts of a large file: a change of a tenth of it is missed once in 29 times, an exchange of its documents never."""
 PART_BYTES = 4096
-_BYTES_AT_ONCE = 1 << 20
 _WHOLE_BYTES = 1 << 20
 """Size up to which one request for an object is faster than several for its parts."""
 
@@ -63,21 +62,17 @@ def content_record(read: ReadRange, begin: int, end: int, layout: DocumentLayout
     """Return the record of the bytes [begin, end) of a file, below 2**64.
 
     Args:
-        layout: documents of a whole token file; None = all bytes are read.
+        layout: documents of a whole token file.
     """
-    if layout is not None and layout.checksum is not None:
-        return combine(end - begin, layout.checksum)
-    if layout is None or end - begin <= PARTS * PART_BYTES:
-        return combine(end - begin, _checksum(read, range(begin, end, _BYTES_AT_ONCE), _BYTES_AT_ONCE, end))
-    filled = layout.lengths > 0  # the place of an empty document is free
-    borders = zlib.crc32(layout.lengths.astype("<i8").data, zlib.crc32(layout.offsets[filled].astype("<i8").data))
-    return combine(end - begin, borders, checksum_of_parts(read, end))
-
-
-def checksum_of_parts(read: ReadRange, size: int) -> int:
-    """Return the CRC-32 of parts of a file, of all of a small one."""
-    places = range(0, size, PART_BYTES) if size <= PARTS * PART_BYTES else _keyed_places(size)
-    return _checksum(read, places, PART_BYTES, size)
+    size, borders = end - begin, 0
+    parts = [(0, size)] if size <= _WHOLE_BYTES else [(place, PART_BYTES) for place in _keyed_places(size)]
+    if layout is not None and size > _WHOLE_BYTES:
+        filled = layout.lengths > 0  # the place of an empty document is free
+        borders = zlib.crc32(layout.lengths.astype("<i8").data, zlib.crc32(layout.offsets[filled].astype("<i8").data))
+    checksum = 0
+    for place, count in parts:
+        checksum = zlib.crc32(read(begin + place, count), checksum)
+    return combine(size, checksum, borders)
 
 
 def digest_of_records(records: Iterable[int]) -> str:
@@ -89,14 +84,6 @@ def combine(*numbers: int) -> int:
     """Return a hash of integers below 2**64 in order, below 2**64."""
     content = np.array(numbers, dtype="<u8").tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-def _checksum(read: ReadRange, places: Iterable[int], size: int, end: int) -> int:
-    """Return the CRC-32 of parts of a file, which are cut at `end`."""
-    checksum = 0
-    for place in places:
-        checksum = zlib.crc32(read(place, min(size, end - place)), checksum)
-    return checksum
 
 
 def _keyed_places(size: int) -> list[int]:

@@ -37,8 +37,6 @@ MANIFEST_FILE = "prepare.json"
 """Manifest of a folder that `pretrain prepare` wrote; a folder that has it is complete."""
 STATE_FILE = "state.json"
 """List of the files of a folder that `save_to_disk` of the `datasets` library wrote."""
-_MOST_VISITS = 20_000
-"""Visits of folders after which a listing by paths is given up, since links lead to the same folders too often."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class DatasetFiles:
         sizes: bytes of each file.
         digest: hexadecimal 128-bit hash of paths and sizes.
         times: time of change of each file, or tag of each object; empty if unknown.
-        content: record of the content of all files, that of their index; "" = their index has none, None = not asked.
+        content: record of the content of all files, that of their index; None = not asked.
         ending: last bytes of every undamaged file; empty = not checked.
         query: parameters of the address in a store, with the question mark.
     """
@@ -177,20 +175,14 @@ Formats = Mapping[str, type[TokenFormat]]
 def _dataset(root: Location, name: str, scan: _Scan, formats: Formats, config: DataConfig) -> DatasetFiles:
     """Make the listing of a dataset from the files found in its folder."""
     place, kind = root / name, _kind_of(root / name, name, scan.files, formats, config)
-    listed = _listing(place, name, scan, kind, formats)
     if scan.repeated:
-        # An earlier version listed a folder under each of its paths. A listing that it has indexed stays.
-        earlier = _scan(place, _suffixes_of(formats[kind]), once=False)
-        before = _listing(place, name, earlier, kind, formats)
-        if any(any(folder.glob(f"*-{before.digest[:16]}*.index")) for folder in index_folders(before, config)):
-            return before
         log.warning(
             "dataset '%s': %s lead to folders that are read already, and are left out. To read files twice, link the "
             "files themselves",
             name,
             list_some(scan.repeated, 3),
         )
-    return listed
+    return _listing(place, name, scan, kind, formats)
 
 
 def _kind_of(place: Location, name: str, paths: Collection[str], formats: Formats, config: DataConfig) -> str:
@@ -215,12 +207,8 @@ def _companion(row: type[TokenFormat]) -> str:
     return getattr(row, "companion", "")
 
 
-def _suffixes_of(row: type[TokenFormat]) -> tuple[str, ...]:
-    return tuple(filter(None, (row.suffix, _companion(row))))
-
-
 def _listing(place: Location, name: str, scan: _Scan, kind: str, formats: Formats) -> DatasetFiles:
-    suffixes = _suffixes_of(formats[kind])
+    suffixes = tuple(filter(None, (formats[kind].suffix, _companion(formats[kind]))))
     paths = tuple(sorted(path for path in scan.files if path.endswith(suffixes)))
     if kind == "arrow_stream":
         saved = {prefix: saved_files(place / prefix) for prefix in scan.saved}
@@ -282,13 +270,11 @@ class _Scan:
     repeated: list[str] = field(default_factory=list)
 
 
-def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ...] = (), once: bool = True) -> _Scan:
+def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ...]) -> _Scan:
     """Find the files with these suffixes below a folder, which may be a file.
 
     Args:
         companions: suffixes of files that belong to another file.
-        once: list a real folder under one path only: its own, else that of the first link to it. False: list it under
-            each path that does not lead through it before.
     """
     found, kept = _Scan(), (*suffixes, *companions)
     if is_file(folder):
@@ -301,7 +287,7 @@ def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ..
         return _scan_store(folder, kept)
     assert isinstance(folder, Path)
     try:
-        for prefix, _, entries in walk_folders(folder, found.repeated if once else None):
+        for prefix, _, entries in walk_folders(folder, found.repeated):
             for entry in entries:
                 if entry.name.endswith(kept):
                     # Follows links, so that a broken link is an error, not a missing file.
@@ -334,36 +320,34 @@ def _size_and_time(path: Location) -> tuple[int, int]:
 Entries = list[os.DirEntry[str]]
 
 
-def walk_folders(root: Path, repeated: list[str] | None) -> Iterator[tuple[str, Entries, Entries]]:
+def walk_folders(root: Path, repeated: list[str]) -> Iterator[tuple[str, Entries, Entries]]:
     """Yield relative path, folders and other entries of a folder and of those in it, without hidden names.
 
-    Links are followed. A folder that the caller takes out of the list is not entered.
+    Links are followed. A real folder is yielded once: under its own path, else under that of the first link to it. A
+    folder that the caller takes out of the list is not entered.
 
     Args:
-        repeated: gets the relative paths of folders that were yielded under another path: their own, else that of the
-            first link. None = yield a folder under each path that does not lead through it before.
+        repeated: gets the other relative paths of folders, without links to a folder above.
     """
     seen: set[tuple[int, int]] = set()
-    visits = 0
     # Links have depth 1 and more, so the folders themselves go first.
     waiting = [(0, "", frozenset[tuple[int, int]]())]
-    while waiting and visits < _MOST_VISITS:
+    while waiting:
         links, prefix, above = heappop(waiting)
         status = Path(f"{root}/{prefix}").stat()
         identity = (status.st_dev, status.st_ino)
         if identity in above:  # a link to a parent folder
             continue
-        if repeated is not None and identity in seen:
+        if identity in seen:
             repeated.append(prefix.rstrip("/"))
             continue
         seen.add(identity)
-        visits += repeated is None
         with os.scandir(f"{root}/{prefix}") as entries:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
         folders = [entry for entry in visible if entry.is_dir()]
         yield prefix, folders, [entry for entry in visible if not entry.is_dir()]
-        for each in folders:
-            heappush(waiting, (links + each.is_symlink(), f"{prefix}{each.name}/", above | {identity}))
+        for folder in folders:
+            heappush(waiting, (links + folder.is_symlink(), f"{prefix}{folder.name}/", above | {identity}))
 
 
 def _sub_folders(folder: Location) -> list[str]:

@@ -6,7 +6,6 @@ these equal the documents of an Arrow file.
 
 from __future__ import annotations
 
-import zlib
 from threading import Lock
 from typing import Any
 
@@ -147,22 +146,20 @@ def _check_size(content: np.ndarray, offset: int, count: int, dtype: np.dtype[An
         )
 
 
-def find_documents(tokens: np.ndarray, separator: int, checksum: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the starts of documents, and their lengths without the separators that end them, both [n] int64.
 
-    Tokens after the last separator are a document too. The third value is the CRC-32 of the tokens, which continues
-    `checksum`.
+    Tokens after the last separator are a document too.
     """
     found = [np.zeros(0, dtype=np.int64)]
     for begin in range(0, len(tokens), _TOKENS_AT_ONCE):
         piece = tokens[begin : begin + _TOKENS_AT_ONCE]
-        checksum = zlib.crc32(piece.data, checksum)
         found.append(begin + np.flatnonzero(piece == separator))
     separators = np.concatenate(found)
     begins, ends = np.concatenate(([0], separators + 1)), np.append(separators, len(tokens))
     if begins[-1] == len(tokens):
         begins, ends = begins[:-1], ends[:-1]
-    return begins, ends - begins, checksum
+    return begins, ends - begins
 
 
 def _advice(content: np.ndarray) -> str:
@@ -181,9 +178,9 @@ def _documents(content: np.ndarray, offset: int, dtype: np.dtype[Any], separator
         raise DataError(f"truncated or not {dtype.name}: {len(content):,} bytes are no whole number of tokens{hint}")
     whole = as_tokens(content, width, signed=dtype.kind == "i")
     tokens = whole[offset // width :]
-    begins, lengths, checksum = find_documents(tokens, separator, zlib.crc32(content[:offset].data))
+    begins, lengths = find_documents(tokens, separator)
     if len(tokens) and lengths[0] == len(tokens):
         problem = width_problem(tokens[: SAMPLE_BYTES // width])
         hint = f". It {problem}" if problem else ""
         raise DataError(f"its {len(tokens):,} tokens contain no sep_token={separator}: see --sep_token{hint}")
-    return DocumentLayout(offset + begins * width, lengths, width, whole, checksum)
+    return DocumentLayout(offset + begins * width, lengths, width, whole)

@@ -5,7 +5,7 @@
                 negative for signed types
     bounds      tokens before each block of `BLOCK_DOCUMENTS` documents, per split
     checksums   CRC-32 of each block of documents                           blocks * 4 bytes
-    records     record of each file's content (content.py)                  files * 8 bytes; earlier versions: none
+    records     record of each file's content (content.py)                  files * 8 bytes
     names       JSON: path -> bytes of every file, only used to describe changes
     header      JSON: digests of settings and files, and offsets of the parts above
     trailer     length of the documents and of the header, CRC-32 of all between documents and trailer, magic number
@@ -50,7 +50,7 @@ _BLOCKS_AT_ONCE = 1024
 _BLOCKS_MAPPED = 1024
 """Blocks in memory per process, over all indices; the system maps at least 64 KiB with each."""
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAGIC = b"PTINDEX\0"
 TRAILER = struct.Struct("<QQQ8s")
 DOCUMENT = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("flags", "<u4")])
@@ -60,14 +60,8 @@ VIRTUAL_SEP, HELD_OUT, VIRTUAL_BOS = 1, 2, 4  # flags of a document
 
 def settings_digest(files: DatasetFiles, config: DataConfig) -> str:
     """Return a hexadecimal 64-bit hash of the settings that determine a dataset's documents."""
-    values: dict[str, Any] = {
-        "block_documents": BLOCK_DOCUMENTS,
-        "dataset": files.name,
-        **config.values_that_decide("documents"),
-    }
-    values["column"] = values.pop("col_name")  # the name in existing indices
-    identity = load_format(files.file_type, config).identity
-    return _digest({**values, "format": identity} if identity else values)
+    values = {"block_documents": BLOCK_DOCUMENTS, "dataset": files.name, **config.values_that_decide("documents")}
+    return _digest({**values, "format": load_format(files.file_type, config).identity})
 
 
 def index_digest(files: DatasetFiles, config: DataConfig) -> str:
@@ -88,7 +82,7 @@ class Index:
         first_documents: [files + 1], number of each file's first document, then n.
         token_bytes: [files], bytes per token.
         is_signed: [files], whether the type of tokens is signed.
-        content: record of the content of all files; empty in an index of an earlier version.
+        content: record of the content of all files.
         checksum: CRC-32 of everything but the documents, which have their own in it.
     """
 
@@ -108,7 +102,7 @@ class Index:
             if magic != MAGIC or zlib.crc32(content[documents_end:header_end]) != self.checksum:
                 raise DataError("the index is damaged", path=path)
         self.header: dict[str, Any] = parse_json(self._content[header_end - header_bytes : header_end])
-        self.content: str = self.header.get("content", "")
+        self.content: str = self.header["content"]
         self.documents = self._part("documents", DOCUMENT)
         files = self._part("files", FILE)
         self.first_documents = np.ascontiguousarray(files["first_document"])
@@ -167,7 +161,7 @@ class Index:
 
     @property
     def records(self) -> np.ndarray:
-        """Records of the content of each file, [files] uint64; only if `content` is known."""
+        """Records of the content of each file, [files] uint64."""
         return self._part("records", np.dtype("<u8"))
 
     @property

@@ -5,7 +5,7 @@
 
 A listing has an index file per content of its files. The times of change that were seen with a content are noted beside
 its index, so that the files are read again only after a change. One process of a job decides, and broadcasts the
-content in its listing. An index of an earlier version has no record of content, and is valid for its listing.
+content in its listing.
 
 Several processes may build the same index at once: each writes an equal temporary file, and the first one stays.
 Memory does not grow with the dataset.
@@ -68,26 +68,25 @@ _LARGEST_LENGTH = 2**32 - 3  # lengths have 32 bits and may include two virtual 
 
 
 def index_name(files: DatasetFiles, config: DataConfig, content: str) -> str:
-    """Return the name of the index of a listing with a record of content; "" = an index of an earlier version."""
+    """Return the name of the index of a listing with a record of content."""
     # Each listing and content has its own file, so no job replaces an index that a running job has mapped.
-    suffix = f"-{content}" if content else ""
-    return f"{index_digest(files, config)}-{files.digest[:16]}{suffix}.index"
+    return f"{index_digest(files, config)}-{files.digest[:16]}-{content}.index"
 
 
 def find_index(files: DatasetFiles, config: DataConfig, workers: int | None = None) -> Index | None:
-    """Open the valid index of a dataset; None without any.
+    """Open the valid index of a dataset; None if there is none.
 
     If `files.content` is not known, files with a new time of change are read, by at most `workers` threads.
 
     Raises:
         DataError: such a file is unusable.
     """
-    known = _files_by_age(files, config, index_name(files, config, files.content or ""))
+    known = _files_by_age(files, config, index_name(files, config, files.content or "*"))
     if files.content is not None:  # one process of the job has decided
         return next(filter(None, map(open_any_index, known)), None)
     record = cache(partial(_record_now, files, config, load_format(files.file_type, config)))
     threads = workers or _threads(files)
-    for path in [*known, *_files_by_age(files, config, index_name(files, config, "*"))]:
+    for path in known:
         index = open_any_index(path)
         if index is None:
             log.warning("index %s is damaged: it is not used", path)
@@ -128,7 +127,7 @@ def changes_since(files: DatasetFiles, config: DataConfig, records: Sequence[int
     if older is None:
         return ""
     before, after = older.file_sizes, dict(zip(files.paths, files.sizes, strict=True))
-    known = dict(zip(before, older.records.tolist(), strict=True)) if older.content else {}
+    known = dict(zip(before, older.records.tolist(), strict=True))
     now = zip(files.paths, records, strict=True)
     return describe_changes(before, after, [name for name, record in now if known.get(name, record) != record])
 
@@ -168,8 +167,6 @@ def _threads(files: DatasetFiles) -> int:
 
 def _is_current(index: Index, files: DatasetFiles, config: DataConfig, record: Record, workers: int) -> bool:
     """Return whether an index is of the content that the files have now; note their times if it is."""
-    if not index.content:
-        return True
     times = np.array(files.times, dtype="<i8")
     paths = [(folder / index.path.name).with_suffix(".times") for folder in index_folders(files, config)]
     notes = [note for note in map(_read_note, paths) if len(note) == len(times)]

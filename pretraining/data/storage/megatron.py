@@ -12,7 +12,6 @@ documents of its own. Source: `megatron/core/datasets/indexed_dataset.py` of Meg
 from __future__ import annotations
 
 import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +51,7 @@ class MegatronFormat:
             if not exists(pair := index.with_suffix(self.suffix)):
                 raise DataError("is missing, but its index is there: copy it, or remove the index", path=pair)
             none = np.zeros(0, dtype=np.int64)
-            return DocumentLayout(none, none, 1, np.zeros(0, dtype=np.uint8), zlib.crc32(read_bytes(path).data))
+            return DocumentLayout(none, none, 1, np.zeros(0, dtype=np.uint8))
         content = read_bytes(path)
         kind = np.dtype(f"<{code}")
         ends = offsets + lengths * kind.itemsize

@@ -4,8 +4,8 @@
                                                                   a missing one: cache folder, else the store
 
 A chunk ends where a block of documents ends, or after 4 MiB. Training reads documents all over an open block, and none
-of the block after it for long, so nothing is fetched that is not needed soon. Threads of `FetchAhead` fetch the chunks
-of the next steps; a reader that needs a chunk which is being fetched waits for it.
+of the block after it for long, so nothing is fetched that is not needed soon. Threads of the `Prefetcher` fetch the
+chunks of the next steps; a reader that needs a chunk which is being fetched waits for it.
 
 The processes of a node share the cache folder, also those of several runs. A file of `chunks/` in it is a chunk with
 its CRC-32; it is named after the object's place and tag, the chunk's range, and appears complete. The least recently

@@ -44,14 +44,12 @@ class DocumentLayout:
         width: bytes per token: 1, 2, 4 or 8.
         tokens: the file as little-endian integers of this width. With a signed type, the file may have negative
             numbers, which are faults.
-        checksum: CRC-32 of the whole file, if finding the documents reads all of it; None = only parts are read.
     """
 
     offsets: np.ndarray
     lengths: np.ndarray
     width: int
     tokens: np.ndarray
-    checksum: int | None = None
 
 
 class TokenFormat(Protocol):

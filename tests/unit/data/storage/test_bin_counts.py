@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT
 from unit.data.sampling.packing_oracle import pack
 from unit.data.token_files import random_documents, write_documents
 
@@ -14,7 +13,6 @@ from pretraining.data.dataset import build_indices, open_datasets
 from pretraining.data.storage.bin_counts import BinCounts, build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
-from pretraining.data.storage.index_files import find_index
 from pretraining.errors import DataError
 
 DOCUMENTS = 4 * BLOCK_DOCUMENTS + 100
@@ -89,13 +87,6 @@ def test_damaged_counts_and_those_of_another_index_are_rebuilt(index: Index, tmp
     again = index_of(config(tmp_path))
     assert again.header | {"content": index.content} == index.header and find(again) is None
     assert bounds_of(build(again)) != bounds_of(counts)
-
-
-def test_counts_of_an_earlier_release_are_used_as_they_are() -> None:
-    data = DataConfig(data_path=str(ROOT / "tests/golden/run/data"), sep_token=0, held_out_fraction=0.1)
-    for files in list_datasets(data):
-        packed, index = replace(data, packing="best_fit", seq_length=16), find_index(files, data)
-        assert index is not None and find_bin_counts(files, index, packed) is not None
 
 
 def test_missing_counts_are_an_error_that_names_index_path(index: Index, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import numpy as np
 import pyarrow as pa
 import pytest
-from helpers import ROOT
 from unit.data.token_files import (
     FLAT,
     SEP,
@@ -35,7 +34,7 @@ from pretraining.errors import DataError
 
 DOCUMENTS = [document or [7] for document in random_documents(60, vocab_size=900)]
 OTHERS = [*DOCUMENTS[30:], *DOCUMENTS[:30]]
-LARGE = [document or [7] for document in random_documents(20_000, vocab_size=900)]
+LARGE = [document or [7] for document in random_documents(40_000, vocab_size=900)]
 Write = Callable[[Path, Documents], None]
 
 
@@ -193,7 +192,7 @@ def test_other_borders_of_the_same_tokens_are_found_in_large_files(tmp_path: Pat
 def test_a_tenth_of_a_large_file_is_hardly_missed(tmp_path: Path) -> None:
     path, size = tmp_path / "x", 400 * PART_BYTES
     content = np.random.default_rng(0).integers(0, 256, size).astype(np.uint8)
-    layout = Mock(lengths=np.array([size]), offsets=np.array([0]), checksum=None)
+    layout = Mock(lengths=np.array([size]), offsets=np.array([0]))
 
     def record(values: np.ndarray) -> int:
         path.write_bytes(values.tobytes())
@@ -220,13 +219,19 @@ def test_machines_with_other_files_than_rank_0_are_refused(tmp_path: Path) -> No
         build_indices(listing, replace(config, index_path=str(tmp_path / "third")))
 
 
-def test_an_index_of_an_earlier_version_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = shutil.copytree(ROOT / "tests/golden/run/data", tmp_path / "data")
-    config = DataConfig(data_path=str(root), sep_token=0, held_out_fraction=0.1)
-    reads = count_reads(monkeypatch)
-    listing = build_indices(list_datasets(config), config)
-    assert [files.content for files in listing] == ["", ""] and reads.call_count == 0
-    assert [dataset.index.content for dataset in open_datasets(listing, config).datasets] == ["", ""]
+def test_other_borders_of_documents_are_found_where_documents_are_known(tmp_path: Path) -> None:
+    """A file of up to 1 MiB is read whole, so its borders follow."""
+    path = tmp_path / "x"
+    records = {}
+    for size in (2**20, 2**20 + 1):
+        path.write_bytes(bytes(size))
+        with open_ranges(path) as read:
+            for lengths in ([5, 7], [6, 6]):
+                layout = Mock(lengths=np.array(lengths), offsets=np.array([0, 5]))
+                records[size, *lengths] = content_record(read, 0, size, layout)
+            assert content_record(read, 0, size) == content_record(read, 0, size)
+    assert records[2**20, 5, 7] == records[2**20, 6, 6]
+    assert records[2**20 + 1, 5, 7] != records[2**20 + 1, 6, 6]
 
 
 def test_a_damaged_note_makes_the_files_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 from contextlib import nullcontext
-from hashlib import blake2b
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from unittest.mock import Mock
 import pytest
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage import dataset_files
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.errors import DataError, PretrainError
 
@@ -126,9 +124,8 @@ def test_the_order_of_files_depends_on_no_listing_and_no_place(tmp_path: Path, m
 
 
 def test_folders_that_link_to_each_other_are_read_once_under_the_names_of_folders(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dataset_files, "_MOST_VISITS", 500)
     for number, other in permutations(range(4), 2):
         put(tmp_path / f"each/f{number}/{number}.arrow")
         (tmp_path / f"each/f{number}/to{other}").symlink_to(tmp_path / f"each/f{other}")
@@ -141,20 +138,6 @@ def test_folders_that_link_to_each_other_are_read_once_under_the_names_of_folder
     assert each.paths == tuple(f"f{number}/{number}.arrow" for number in range(4))
     assert ladder.paths == tuple(f"l{number:02}/x.arrow" for number in range(20))
     assert "f0/to1" in caplog.text and "link the files themselves" in caplog.text
-
-
-@pytest.mark.parametrize("place", ["beside", "elsewhere"])
-def test_an_index_of_a_folder_read_twice_keeps_its_listing(tmp_path: Path, place: str) -> None:
-    """Earlier versions listed a linked folder under each path, and a run that began so continues so."""
-    put(tmp_path / "web/x/1.arrow")
-    (tmp_path / "web/y").symlink_to(tmp_path / "web/x")
-    settings = config(tmp_path, index_path=None if place == "beside" else str(tmp_path / "indices"))
-    (once,) = list_datasets(settings)
-    assert once.paths == ("x/1.arrow",)
-    digest = blake2b(b"x/1.arrow\x001\ny/1.arrow\x001\n", digest_size=16).hexdigest()
-    put((tmp_path / "web/.index" if place == "beside" else tmp_path / "indices/web") / f"0-{digest[:16]}.index")
-    (twice,) = list_datasets(settings)
-    assert (twice.paths, twice.digest) == (("x/1.arrow", "y/1.arrow"), digest)
 
 
 STREAM = b"\xff\xff\xff\xff"

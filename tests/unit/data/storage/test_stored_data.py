@@ -32,9 +32,9 @@ from unit.data.token_files import (
 )
 
 from pretraining.config.training import DataConfig
-from pretraining.data import fetch_ahead
+from pretraining.data import prefetcher
 from pretraining.data.dataset import build_loader, working_set_bytes
-from pretraining.data.fetch_ahead import FetchAhead
+from pretraining.data.prefetcher import Prefetcher
 from pretraining.data.storage import index_files, store_files
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import list_datasets
@@ -376,19 +376,21 @@ def test_a_store_that_stays_away_is_one_error_and_no_secret_is_shown(
     assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in text
 
 
-def test_fetches_that_hang_do_not_keep_a_loader_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_ahead, "CLOSING_SECONDS", 0.1)
+@pytest.mark.parametrize("threads", [0, 2])
+def test_fetches_that_hang_do_not_keep_a_loader_open(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetcher, "CLOSING_SECONDS", 0.1)
     exits = list[str]()
-    monkeypatch.setattr(fetch_ahead, "exit_without_waiting", lambda: exits.append("at once"))
+    monkeypatch.setattr(prefetcher, "exit_without_waiting", lambda: exits.append("at once"))
     answer, begun = threading.Event(), threading.Semaphore(0)
 
     def fetch() -> None:
         begun.release()
         answer.wait()
 
-    reader: Any = SimpleNamespace(locate=lambda step: step, fetches=lambda step: [fetch], read=lambda step: step)
-    ahead: Any = FetchAhead(reader, 5, 8)
-    assert [ahead.read(step) for step in (5, 6, 7)] == [5, 6, 7]
+    same = lambda step: step  # noqa: E731
+    reader: Any = SimpleNamespace(locate=same, fetches=lambda step: [fetch], read=same, is_remote=True)
+    ahead = Prefetcher(reader, range(5, 8), threads=threads)
+    assert list(ahead) == [5, 6, 7]
     for _ in range(3):  # no more steps than there are
         begun.acquire()
     ahead.close()

@@ -64,7 +64,7 @@ def test_the_scan_finds_the_documents_between_separators(documents: list[list[in
     tokens = ended(documents, "<u2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat_files, "_TOKENS_AT_ONCE", chunk)
-        begins, lengths, _ = find_documents(tokens, SEP)
+        begins, lengths = find_documents(tokens, SEP)
     pairs = zip(begins.tolist(), lengths.tolist(), strict=True)
     found = [tokens[begin : begin + length].tolist() for begin, length in pairs]
     # Tokens after the last separator are a document too.
