@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from pretraining.distributed.processes import Processes
 from pretraining.observability.environment import (
     ENVIRONMENT_FILE,
-    _git_state,
     record_environment,
 )
 from pretraining.observability.events import EVENTS_FILE, Events
@@ -105,15 +103,14 @@ def test_each_start_adds_a_record_of_what_it_ran_on(run: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("single_process")
-def test_a_start_needs_no_git_no_folder_and_no_sound_file(
+def test_a_start_needs_no_folder_and_no_sound_file(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (run / "gone").mkdir()
     monkeypatch.chdir(run / "gone")
     (run / "gone").rmdir()
-    monkeypatch.setenv("PATH", "")
     record_environment(run, 3, "single", ALONE)
-    assert [record["git"] for record in records_of(run)] == [None]
+    assert [record["step"] for record in records_of(run)] == [3]
     path = run / "logs" / ENVIRONMENT_FILE
     for content in (b"[{]", b"3", b"[" * 100_000, b"\xff"):  # a damaged file stays
         path.write_bytes(content)
@@ -123,19 +120,3 @@ def test_a_start_needs_no_git_no_folder_and_no_sound_file(
     os.mkfifo(path)
     record_environment(run, 4, "single", ALONE)
     assert [ENVIRONMENT_FILE in message for message in caplog.messages] == [True] * 5
-
-
-def test_the_commit_is_that_of_this_code_and_changed_files_are_dirt(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    (tmp_path / "code.py").write_text("1")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    (tmp_path / "runs").mkdir()
-    assert _git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
-    (tmp_path / "code.py").write_text("2")
-    assert _git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
-    assert _git_state(tmp_path / "runs") is None  # another repository's folder is not this code
