@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pretraining.checkpoint.run_folder import committed_checkpoints, newest_run_path
-from pretraining.config.command_line import assign, resolve_config
+from pretraining.config.command_line import assign
 from pretraining.config.fields import build, settings_of, values_of
-from pretraining.config.rules import check_config, resolve_run_folder
+from pretraining.config.read import read, with_defaults
+from pretraining.config.rules import check_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import expand_home
 from pretraining.config.variants import name_block
@@ -82,7 +83,7 @@ class Trainer:
         names = tuple(dict.fromkeys((*config.evaluation.evaluators, *self._evaluators)))
         config = replace(config, evaluation=replace(config.evaluation, evaluators=names))
         changed = [name for name, each in settings_of(TrainConfig).items() if values_of(config)[name] != each.default]
-        config = resolve_run_folder(config, changed)
+        config = with_defaults(config, changed)
         check_config(config)
         name_block(config.model.block)
         self.config = config
@@ -98,9 +99,8 @@ class Trainer:
         Raises:
             ConfigError: every problem of recipes and settings.
         """
-        given = assign({"recipe": [str(recipe) for recipe in recipes], **settings} if recipes else settings)
-        resolved = resolve_config(TrainConfig, translate(TrainConfig, given), continues_runs=True)
-        return cls(resolved.config)
+        named = {"recipe": [str(recipe) for recipe in recipes], **settings} if recipes else settings
+        return cls(read(TrainConfig, translate(TrainConfig, assign(named)), continues_runs=True).config)
 
     def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, tuple[Tensor, Tensor]]:
         """Override this to report user-defined metrics, as `custom/<name>` in training, and in evaluations.

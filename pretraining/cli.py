@@ -1,8 +1,10 @@
 """The command line, `pretrain COMMAND --flag=value …`: a table of commands, and the handling of errors.
 
-`read_words` splits the arguments, and fire calls the command with a word per assignment. Alone, fire would lose the
-order of flags and words, turn `false` into a true string and accept unknown flags. Errors for users, and errors of the
-file system about a path, are printed once and exit with the error's code; other exceptions keep their traceback.
+    arguments -> `read_words` -> fire, which calls the command -> `translate` -> `read` -> the command's function
+
+Fire gets no words: alone it would lose the order of flags and words, turn `false` into a true string and accept unknown
+flags. Errors for users, and errors of the file system about a path, are printed once and exit with the error's code;
+other exceptions keep their traceback.
 """
 
 from __future__ import annotations
@@ -22,14 +24,13 @@ from typing import Any, NoReturn
 
 from pretraining import __version__
 from pretraining.config.assignments import Assignment
-from pretraining.config.command_line import naming_places, read_words, resolve_config
-from pretraining.config.fields import values_of
+from pretraining.config.command_line import read_words
 from pretraining.config.help import help_text
+from pretraining.config.read import naming_places, read
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import name_block
 from pretraining.errors import ConfigError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import path_error
-from pretraining.launch.cpu_threads import set_threads, torch_is_imported
+from pretraining.launch.cpu_threads import CpuThreads, set_threads, torch_is_imported
 from pretraining.launch.layout import INTERACTIVE, ProcessLayout, resolve_layout
 from pretraining.launch.machine import name_user
 from pretraining.launch.program import FAILED, run_as_program
@@ -47,72 +48,6 @@ from pretraining.tools.translate.translate import translate
 
 log = logging.getLogger(__name__)
 
-
-def train_command(given: Sequence[Assignment]) -> None:
-    """Train a model."""
-    signals = ReceivedSignals().listen()
-    terminate_with_launcher()
-    of_demo = demo.settings_beside(given)
-    resolved = resolve_config(TrainConfig, translate(TrainConfig, [*of_demo, *given]), continues_runs=True)
-    config = resolved.config
-    name_block(config.model.block)
-    if of_demo:
-        demo.prepare()
-    if not config.run.dry_run:
-        ignore_output_errors()
-    layout = resolve_layout(os.environ)
-    if layout.launcher == INTERACTIVE:
-        log.info(
-            "one process: this shell is one of several tasks of `srun --pty`. A command after srun starts them all"
-        )
-    if torch_is_imported():
-        log.info("torch is imported already: it keeps its number of threads")
-    threads = set_threads(config.run.cpu_threads, layout)
-    if config.parallel.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # PyTorch would allocate memory on a GPU
-    with exit_at_interrupt(WHEN_INTERRUPTED):  # imports torch, after the settings are checked
-        from pretraining.train.preemption import make_stop_requests
-        from pretraining.train.run import train
-
-        if config.run.dry_run:
-            from pretraining.tools.dry_run import dry_run
-        if config.evaluation.eval_only:
-            from pretraining.tools.evaluate import evaluate_and_print
-
-    requests = make_stop_requests(signals, config.run.time_limit)
-    with naming_places(resolved.chosen):
-        if config.evaluation.eval_only:
-            evaluate_and_print(config, layout, requests)
-        elif config.run.dry_run:
-            dry_run(resolved, layout, requests, threads)
-        else:
-            train(config, layout, requests, threads)
-
-
-def _run_command(row: Command, given: Sequence[Assignment]) -> None:
-    """Import and run the command, after the number of CPU threads is set."""
-    if row.takes_assignments:
-        _import_function(row.function)(given)
-        return
-    config: Any = resolve_config(row.settings, translate(row.settings, given)).config
-    name_block(values_of(config).get("block"))
-    if (layout := _layout()) is not None:
-        set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
-    _import_function(row.function)(config)
-
-
-def _import_function(function: str | Callable[..., None]) -> Callable[..., None]:
-    if not isinstance(function, str):
-        return function
-    module, _, name = function.partition(":")
-    imported: Callable[..., None] = getattr(import_module(f"pretraining.{module}"), name)
-    return imported
-
-
-COMMANDS = {
-    "train": Command(TrainConfig, train_command, "train a model", takes_assignments=True),
-    **BESIDE_TRAINING,
-}
 
 WHEN_INTERRUPTED = "interrupted; the same command resumes from what is complete"
 HEAD_START = 3.0
@@ -150,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: Sequence[str]) -> None:
     name = arguments[0] if arguments else "--help"
-    helps = [each for each in arguments if each in ("--help", "-h") or each.startswith("--help=")]
+    helps = [word for word in arguments if word in ("--help", "-h") or word.startswith("--help=")]
     if name == "--version":
         import platform
         from importlib.metadata import version
@@ -174,7 +109,85 @@ def _run(arguments: Sequence[str]) -> None:
             Path.cwd()  # libraries abort without one
         except OSError as error:
             raise PathError(f"the working folder was deleted ({error.strerror}): change to another") from None
-        _run_through_fire(name, read_words(COMMANDS[name].settings, arguments[1:]))
+        words = read_words(COMMANDS[name].settings, arguments[1:])
+
+        def run() -> None:
+            _run_command(COMMANDS[name], words)
+
+        import fire  # here, so that `--help` is fast
+
+        fire.Fire(run, command=[], name=f"pretrain {name}")
+
+
+def train_command(words: Sequence[Assignment]) -> None:
+    """Train a model: read the settings, lay out this process, then train, evaluate, or describe the start."""
+    signals = ReceivedSignals().listen()
+    terminate_with_launcher()
+    of_demo = demo.settings_beside(words)
+    given = read(TrainConfig, translate(TrainConfig, [*of_demo, *words]), continues_runs=True)
+    config = given.config
+    if of_demo:
+        demo.prepare()
+    if not config.run.dry_run:
+        ignore_output_errors()
+    layout, threads = _lay_out(config)
+    with exit_at_interrupt(WHEN_INTERRUPTED):  # imports torch, after the settings are checked
+        from pretraining.train.preemption import make_stop_requests
+        from pretraining.train.run import train
+
+        if config.run.dry_run:
+            from pretraining.tools.dry_run import dry_run
+        if config.evaluation.eval_only:
+            from pretraining.tools.evaluate import evaluate_and_print
+
+    requests = make_stop_requests(signals, config.run.time_limit)
+    with naming_places(given.chosen):
+        if config.evaluation.eval_only:
+            evaluate_and_print(config, layout, requests)
+        elif config.run.dry_run:
+            dry_run(given, layout, requests, threads)
+        else:
+            train(config, layout, requests, threads)
+
+
+def _lay_out(config: TrainConfig) -> tuple[ProcessLayout, CpuThreads]:
+    """Return the place of this process in its job and its CPU threads, which are set before torch is imported."""
+    layout = resolve_layout(os.environ)
+    if layout.launcher == INTERACTIVE:
+        log.info(
+            "one process: this shell is one of several tasks of `srun --pty`. A command after srun starts them all"
+        )
+    if torch_is_imported():
+        log.info("torch is imported already: it keeps its number of threads")
+    threads = set_threads(config.run.cpu_threads, layout)
+    if config.parallel.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # PyTorch would allocate memory on a GPU
+    return layout, threads
+
+
+def _run_command(command: Command, words: Sequence[Assignment]) -> None:
+    """Import and run a command, after the number of CPU threads is set."""
+    if command.takes_assignments:
+        _import_function(command.function)(words)
+        return
+    config: Any = read(command.settings, translate(command.settings, words)).config
+    if (layout := _layout()) is not None:
+        set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
+    _import_function(command.function)(config)
+
+
+def _import_function(function: str | Callable[..., None]) -> Callable[..., None]:
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    imported: Callable[..., None] = getattr(import_module(f"pretraining.{module}"), name)
+    return imported
+
+
+COMMANDS = {
+    "train": Command(TrainConfig, train_command, "train a model", takes_assignments=True),
+    **BESIDE_TRAINING,
+}
 
 
 def _exit_without_output(error: OSError) -> NoReturn:
@@ -188,19 +201,6 @@ def _exit_without_output(error: OSError) -> NoReturn:
     if error.errno != errno.EPIPE:
         print(f"error: output cannot be written: {error.strerror}", file=sys.stderr)
     sys.exit(FAILED)
-
-
-def _run_through_fire(name: str, given: Sequence[Assignment]) -> None:
-    """Let fire call a command with a positional word, `name=value`, per assignment."""
-
-    def run(*words: str) -> None:
-        assert len(words) == len(given)
-        _run_command(COMMANDS[name], given)
-
-    import fire  # here, so that `--help` is fast
-    from fire.decorators import SetParseFn
-
-    fire.Fire(SetParseFn(str)(run), command=[f"{each.name}={each.raw}" for each in given], name=f"pretrain {name}")
 
 
 def _exit_with(error: PretrainError) -> NoReturn:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from training_runs import TINY, VOCABULARY
 
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.config.training import ParallelConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.dims import Dims, build_dims

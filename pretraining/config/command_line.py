@@ -1,67 +1,30 @@
-"""The way from words of the command line to a checked configuration.
+"""Words of the command line, and values of Python, as assignments: one ordered list.
 
-    words         --learning_rate=3e-4, --optimizer.learning_rate 3e-4, learning_rate=3e-4, --use-dummy-dataset,
-                  --nomixed_precision, a path at the beginning
-    assignments   an ordered list, `read_words`; `assign` makes one from Python's values
-                  with the assignments of the recipes that they name in front: `read_recipes`
-    settings      `resolve_config`
-
-Defaults < recipes, left to right < command line, whose last word for a setting counts. The rules over several settings
-are checked last.
+words     --learning_rate=3e-4, --optimizer.learning_rate 3e-4, learning_rate=3e-4, --use-dummy-dataset,
+          --nomixed_precision, a path at the beginning
+values    learning_rate=3e-4 in Python
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from pretraining.config.assignments import COMMAND_LINE, IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader
-from pretraining.config.fields import setting, settings_of
-from pretraining.config.recipes import RECIPE_SUFFIXES, RUN_CONFIG_FILE, read_recipe
-from pretraining.config.rules import find_problems, resolve_run_folder
-from pretraining.config.run_recipe import continue_run
+from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader
+from pretraining.config.fields import settings_of
+from pretraining.config.recipes import RECIPE_SUFFIXES, RUN_CONFIG_FILE
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, split_list
-from pretraining.errors import ConfigError, PretrainError, Problem
+from pretraining.errors import ConfigError
 from pretraining.files import exists, is_address, is_file, is_folder
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _FLAG = re.compile("--|-[a-zA-Z]")
-
-
-@dataclass(frozen=True)
-class RecipeNames:
-    """Names of recipes."""
-
-    recipe: tuple[str, ...] = setting((), "comma list of recipes, read left to right")
-
-
-@dataclass(frozen=True)
-class ResolvedConfig(Generic[T]):
-    """A configuration, and what it was made of.
-
-    Attributes:
-        chosen: the assignment behind each setting that is not left at its default, by name.
-    """
-
-    config: T
-    chosen: Mapping[str, Assignment]
-
-
-def load_train_config(words: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Read the settings of a training run from words of the command line and values by name."""
-    given = [*read_words(TrainConfig, words), *assign(settings or {})]
-    return resolve_config(TrainConfig, read_recipes(given)).config
-
-
-# Words
 
 
 def read_words(root: type, words: Sequence[str]) -> list[Assignment]:
@@ -173,102 +136,3 @@ def _assign(name: str, value: Any) -> Assignment:
     raw: Raw = [format_value(each) for each in value] if is_list else format_value(value)
     text = format_value(tuple(value)) if is_list else format_value(value)
     return Assignment(name, raw, where=f"--{name}={text}", flag=f"--{name}")
-
-
-# Recipes and settings
-
-
-def read_recipes(given: Sequence[Assignment]) -> list[Assignment]:
-    """Return the assignments of the recipes that assignments name, left to right, then the others, which win.
-
-    Raises:
-        ConfigError: every recipe that cannot be read.
-    """
-    names, words = recipe_names(given)
-    assignments, problems = list[Assignment](), list[str]()
-    for name in names:
-        try:
-            assignments += read_recipe(name)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return [*assignments, *words]
-
-
-def recipe_names(given: Sequence[Assignment]) -> tuple[tuple[str, ...], list[Assignment]]:
-    """Return the recipes that assignments name, and the other assignments.
-
-    Raises:
-        ConfigError: the list of recipes is malformed, or given twice.
-    """
-    reader, rest = Reader(RecipeNames), list[Assignment]()
-    named = list[Assignment]()
-    for each in given:
-        (named if each.section_and_name[1] in RECIPE_NAMES else rest).append(each)
-    reader.read([_as_list_of_recipes(each) for each in named])
-    if reader.problems:
-        raise ConfigError(reader.problems)
-    return reader.values.get("recipe", ()), rest
-
-
-def _as_list_of_recipes(given: Assignment) -> Assignment:
-    """Rename `config` to `recipe`; an existing path with a comma becomes a list of one."""
-    is_path = isinstance(given.raw, str) and "," in given.raw and exists(Path(given.raw))
-    return replace(given, name=RECIPE_NAMES[0], raw=[str(given.raw)] if is_path else given.raw)
-
-
-def resolve_config(root: type[T], given: Sequence[Assignment], *, continues_runs: bool = False) -> ResolvedConfig[T]:
-    """Read assignments into a dataclass of settings, and check that the settings fit each other.
-
-    Args:
-        root: dataclass of the settings.
-        given: later sources win.
-        continues_runs: whether a run's config.yaml is that run, in its folder (`continue_run`), and not settings alone.
-
-    Raises:
-        ConfigError: every problem found in assignments and rules.
-    """
-    reader = read_given(root, given)
-    for recipe in dict.fromkeys(assignment.source for assignment in given) if continues_runs else ():
-        continue_run(reader, recipe)  # type: ignore[arg-type]
-    config, problems = reader.build(), list[str | Problem](reader.problems)
-    if config is not None:
-        config = resolve_run_folder(config, reader.chosen)
-        problems += [_with_places(problem, reader.chosen) for problem in find_problems(config, reader.unreadable)]
-    if config is None or problems:
-        raise ConfigError(problems)
-    return ResolvedConfig(config, reader.chosen)
-
-
-def read_given(root: type[T], given: Sequence[Assignment]) -> Reader[T]:
-    """Return the settings that assignments give, without checks of rules."""
-    reader = Reader(root)
-    reader.read(given)
-    on_command_line = {each.section_and_name[1] for each in given if each.source == COMMAND_LINE}
-    if "data_path" in on_command_line and "use_dummy_dataset" not in on_command_line:
-        for read in (reader.values, reader.chosen):  # a data path replaces the recipe's generated data
-            read.pop("use_dummy_dataset", None)
-    return reader
-
-
-def _with_places(problem: Problem, chosen: Mapping[str, Assignment]) -> Problem:
-    """Add to a problem the places in recipes that its settings come from."""
-    places = _places(problem.names, chosen)
-    return problem._replace(text=f"{problem.text} ({places})") if places else problem
-
-
-@contextmanager
-def naming_places(chosen: Mapping[str, Assignment]) -> Iterator[None]:
-    """Add to errors of a `with` block the places in recipes that the settings in them come from."""
-    try:
-        yield
-    except PretrainError as error:
-        if places := _places(error.settings, chosen):
-            error.args = (f"{error} ({places})",)
-        raise
-
-
-def _places(names: Collection[str], chosen: Mapping[str, Assignment]) -> str:
-    given = [each.where for name, each in chosen.items() if name in names and each.source != COMMAND_LINE]
-    return "; ".join(dict.fromkeys(given))

@@ -9,7 +9,7 @@ batch or the data are elsewhere (`batch_sizes.py`, `progress.py`, `optim/horizon
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pretraining.config.fields import build, settings_of, values_of
@@ -19,7 +19,7 @@ from pretraining.config.training import ALL_BLOCKS, EvaluationConfig, OptimizerC
 from pretraining.config.values import format_value, limit_problem
 from pretraining.config.variants import resolve_shape
 from pretraining.errors import ConfigError, Problem
-from pretraining.files import absolute_if_local, is_address
+from pretraining.files import is_address
 from pretraining.progress import Duration
 
 FLOAT8_MULTIPLE = 16
@@ -229,29 +229,6 @@ def check_completed(config: TrainConfig) -> None:
         raise ConfigError(problems)
     if config.evaluation.sample_at_evaluations and config.data.tokenizer_path is None:
         raise ConfigError("--sample_at_evaluations=true: the data has no tokenizer; give --tokenizer_path")
-
-
-def resolve_run_folder(config: T, given: Collection[str]) -> T:
-    """Remove the default run folder with generated data, and the default tracker without a run folder.
-
-    The path of a local tokenizer becomes absolute: read from another folder, a relative one could be a name on the Hub.
-
-    Args:
-        config: settings; only a `TrainConfig` changes.
-        given: names of the settings that the user gave.
-    """
-    if not isinstance(config, TrainConfig):
-        return config
-    tokenizer = absolute_if_local(config.data.tokenizer_path)
-    config = replace(config, data=replace(config.data, tokenizer_path=tokenizer))
-    if config.evaluation.eval_only:
-        return config
-    checkpoint, report = config.checkpoint, config.report
-    if config.data.use_dummy_dataset and "ckpt_save_path" not in given:
-        checkpoint = replace(checkpoint, ckpt_save_path=None)
-    if checkpoint.ckpt_save_path is None and report.tracker_dir is None and "tracker" not in given:
-        report = replace(report, tracker=())
-    return replace(config, checkpoint=checkpoint, report=report)
 
 
 def ineffective_settings(config: TrainConfig) -> list[str]:

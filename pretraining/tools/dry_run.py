@@ -23,8 +23,8 @@ from pretraining.checkpoint.lease import must_wait_for_lease
 from pretraining.checkpoint.run_folder import FROM_DATA, STATUS_FILE, find_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.assignments import Assignment
-from pretraining.config.command_line import ResolvedConfig
 from pretraining.config.fields import sections_of, settings_of, values_of
+from pretraining.config.read import Given
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
@@ -50,7 +50,7 @@ _LINE = 118
 
 
 def dry_run(
-    resolved: ResolvedConfig[TrainConfig],
+    given: Given[TrainConfig],
     layout: ProcessLayout,
     stop_requests: StopRequests | None = None,
     threads: CpuThreads | None = None,
@@ -63,17 +63,17 @@ def dry_run(
     """
     requests = stop_requests or StopRequests()
     with (
-        join_job(resolved.config, layout, requests, is_embedded=False) as processes,
+        join_job(given.config, layout, requests, is_embedded=False) as processes,
         _temporary_folder(processes) as folder,
     ):
-        path = on_rank_zero(lambda: find_run_folder(resolved.config))
-        checkpoint = replace(resolved.config.checkpoint, ckpt_save_path=path)
-        given = replace(resolved.config, checkpoint=checkpoint)
-        config, start = find_and_complete(given, lambda: find_start(checkpoint))
+        path = on_rank_zero(lambda: find_run_folder(given.config))
+        checkpoint = replace(given.config.checkpoint, ckpt_save_path=path)
+        in_folder = replace(given.config, checkpoint=checkpoint)
+        config, start = find_and_complete(in_folder, lambda: find_start(checkpoint))
         if start is None and config.checkpoint.ckpt_mirror_path is not None:
             log.warning("a dry run does not read --ckpt_mirror_path: a start resumes from a checkpoint there")
         if processes.is_main:
-            _print(describe_settings(config, resolved, start))
+            _print(describe_settings(config, given, start))
         if config.checkpoint.ckpt_save_path is not None:
             on_rank_zero(lambda: _check_folder(config, start))
         opened = open_run(config, start, Job(processes, requests, threads=threads), index_folder=folder)
@@ -91,21 +91,18 @@ def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> None:
     count_start(read_status(run / STATUS_FILE) or RunStatus(), start, config.run.max_starts_without_progress)
 
 
-def describe_settings(
-    config: TrainConfig, resolved: ResolvedConfig[TrainConfig], found: CheckpointRef | None
-) -> Iterator[str]:
+def describe_settings(config: TrainConfig, given: Given[TrainConfig], found: CheckpointRef | None) -> Iterator[str]:
     """Yield a table of the settings that were given or adopted, with their sources; then the defaults by section.
 
     Args:
         config: settings of the run, with values adopted from its start point.
-        resolved: settings as given.
         found: checkpoint that the run starts from.
     """
-    settings, values, given = settings_of(TrainConfig), values_of(config), values_of(resolved.config)
+    settings, values, before = settings_of(TrainConfig), values_of(config), values_of(given.config)
     sources = {
-        name: _describe_source(name, resolved.chosen) if values[name] == given[name] else _describe_derived(name, found)
+        name: _describe_source(name, given.chosen) if values[name] == before[name] else _describe_derived(name, found)
         for name in settings
-        if name in resolved.chosen or values[name] != given[name]
+        if name in given.chosen or values[name] != before[name]
     }
     yield f"settings    {len(sources)} set, {len(settings) - len(sources)} by default"
     shown = {name: format_value(values[name]) for name in settings}

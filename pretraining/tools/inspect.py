@@ -23,9 +23,9 @@ from pretraining.checkpoint.run_folder import checkpoints_of_run, newest_run_pat
 from pretraining.checkpoint.start_point import find_newest, find_start, named_checkpoint
 from pretraining.config.assignments import COMMAND_LINE, Assignment
 from pretraining.config.batch_sizes import BatchSizes
-from pretraining.config.command_line import assign, read_given, resolve_config
+from pretraining.config.command_line import assign
+from pretraining.config.read import read, read_values
 from pretraining.config.recipes import parse_recipe
-from pretraining.config.rules import check_config
 from pretraining.config.strategies import DimSizes, unsharded_sizes
 from pretraining.config.training import CheckpointConfig
 from pretraining.config.variants import resolve_shape
@@ -71,11 +71,11 @@ def inspect_command(given: Sequence[Assignment]) -> None:
 
 
 def _inspect_given(given: Sequence[Assignment]) -> None:
-    read = read_given(InspectConfig, given)
-    if read.problems:
-        raise ConfigError(read.problems)
+    typed = read_values(InspectConfig, given)
+    if typed.problems:
+        raise ConfigError(typed.problems)
     request, source = (
-        read.values[name] if read.values.get(name) and read.chosen[name].source == COMMAND_LINE else None
+        typed.values[name] if typed.values.get(name) and typed.chosen[name].source == COMMAND_LINE else None
         for name in _WHERE_FROM
     )
     if source is not None and is_address(source):
@@ -84,15 +84,15 @@ def _inspect_given(given: Sequence[Assignment]) -> None:
         with local_view(source, with_files=False) as run:
             _inspect_given(_load_from(given, str(run), request))
         return
-    named = None if read.values.get("weights_only") else source or request  # with weights_only, a new run starts
+    named = None if typed.values.get("weights_only") else source or request  # with weights_only, a new run starts
     if request is not None:
-        save_path = read.values.get("ckpt_save_path", CheckpointConfig().ckpt_save_path)
+        save_path = typed.values.get("ckpt_save_path", CheckpointConfig().ckpt_save_path)
         found = _find_named(source or save_path, request, is_required=source is not None)
         if found is not None:
             given, named = _load_from(given, found), found
     # The manifest alone determines the samples: a checkpoint with damaged tensors can be inspected.
     if named is None:
-        config = resolve_config(InspectConfig, given).config
+        config = read(InspectConfig, given).config
         path = config.checkpoint.ckpt_save_path
         path = None if path is None else newest_run_path(path)
         start = find_start(replace(config.checkpoint, ckpt_save_path=path))
@@ -101,7 +101,7 @@ def _inspect_given(given: Sequence[Assignment]) -> None:
         start = find_newest(Path(path))
         recorded = parse_recipe(start.manifest.config, f"config of {start.path}")
         settings = [each for each in recorded if each.section_and_name[1] not in _OF_A_START]
-        config = resolve_config(InspectConfig, [*settings, *given]).config
+        config = read(InspectConfig, [*settings, *given]).config
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
         config = complete(config, start)
     # A run that takes only the weights starts its data from the beginning.
@@ -141,7 +141,6 @@ def inspect(config: InspectConfig, state: Mapping[str, Any] | None = None, resto
         ConfigError: contradictory settings.
         DataError: data that cannot be read, or whose order differs from that of the checkpoint.
     """
-    check_config(config)
     options = config.inspect
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
         inspector = _open(config, state, restored_batch)
@@ -183,7 +182,7 @@ def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch
 def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
     options, dims, step = config.inspect, _dims(config), config.inspect.step
     if step is None:
-        assert options.sample_id is not None  # check_config asks for one of them
+        assert options.sample_id is not None  # the rules ask for one of them
         step = inspector.step_of_sample(options.sample_id)
     size = inspector.global_batch_size(step)
     share = None if options.rank is None else _plan_of(size, dims).share(dims.data_rank_of(options.rank))

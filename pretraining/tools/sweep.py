@@ -31,8 +31,9 @@ from typing import IO, Any
 
 from pretraining.checkpoint.run_folder import STATUS_FILE
 from pretraining.config.assignments import RECIPE_NAMES, Assignment, Reader
-from pretraining.config.command_line import assign, resolve_config
+from pretraining.config.command_line import assign
 from pretraining.config.fields import settings_of
+from pretraining.config.read import read
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, Preempted
 from pretraining.files import output_errors, read_object, write_atomic
 from pretraining.launch.signals import ReceivedSignals, heeded, terminate_with_parent
@@ -142,7 +143,7 @@ def read_sweep(given: Sequence[Assignment]) -> tuple[SweepSettings, list[Combina
         combinations.append(Combination(chosen, (*trained, *varying)))
         try:
             words = [*fixed, *assign({**chosen, "ckpt_save_path": "run"})]
-            settings = resolve_config(SweepConfig, translate(SweepConfig, words)).config.sweep
+            settings = read(SweepConfig, translate(SweepConfig, words)).config.sweep
         except ConfigError as error:
             problems += [f"{','.join(varying)}: {problem}" for problem in error.problems]
     if not problems and settings.only is not None and settings.only >= len(combinations):

@@ -19,7 +19,7 @@ import torch
 from pretraining.checkpoint.start_point import find_start
 from pretraining.config.assignments import setting_named
 from pretraining.config.batch_sizes import resolve_batch_sizes
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import MicroBatch, StepBatch

@@ -9,7 +9,7 @@ from dataclasses import astuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.grad_norm import local_gradients, local_part
 from pretraining.distributed.parallelize import ParallelModel

@@ -13,7 +13,7 @@ import pytest
 import torch
 from emulated_float8 import emulate_float8
 
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.distributed import gradient_buckets
 from pretraining.launch.layout import resolve_layout
 from pretraining.tools.evaluate import evaluate_and_print

@@ -20,8 +20,9 @@ from unit.data.token_files import loader, plan, rows
 from pretraining import __version__
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.cli import COMMANDS, HEAD_START, main
-from pretraining.config.command_line import load_train_config, read_words
+from pretraining.config.command_line import read_words
 from pretraining.config.fields import settings_of
+from pretraining.config.read import load_train_config
 from pretraining.config.recipes import dump_config
 from pretraining.config.rules import check_config, find_problems
 from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretraining.config.assignments import Assignment, Reader
-from pretraining.config.command_line import assign, read_given, resolve_config
+from pretraining.config.command_line import assign
+from pretraining.config.read import read, read_values
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
@@ -26,7 +27,7 @@ def translate_command(given: Sequence[Assignment]) -> None:
     """Translate a file with the arguments that `pretrain train` takes beside it; raises as `translate_file`."""
     reader = Reader(TranslateConfig)
     own = [word for word in given if reader.find(word) is not None or not word.name]
-    translate_file(resolve_config(TranslateConfig, own).config, [word for word in given if word not in own])
+    translate_file(read(TranslateConfig, own).config, [word for word in given if word not in own])
 
 
 def translate_file(config: TranslateConfig, arguments: Sequence[Assignment] = ()) -> None:
@@ -46,7 +47,7 @@ def translate_file(config: TranslateConfig, arguments: Sequence[Assignment] = ()
         raise ConfigError(f"--kind={config.kind} is not known: give one of {', '.join(SYSTEMS)}")
     accepts = {flag: True for flag in (ACCEPT_LLAMA, ACCEPT_UNKNOWN) if getattr(config, flag)}
     translated = translate_all([*assign({"recipe": [name], **accepts}), *arguments], config.kind)
-    reader = read_given(TrainConfig, translated.assignments)
+    reader = read_values(TrainConfig, translated.assignments)
     if reader.problems:
         raise ConfigError(reader.problems)
     if not translated.translations:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretraining.config.assignments import Assignment, Reader, setting_named
-from pretraining.config.command_line import read_given, recipe_names
 from pretraining.config.fields import sections_of, settings_of
+from pretraining.config.read import read_values, recipe_names
 from pretraining.config.recipes import RECIPE_SUFFIXES, find_recipe, read_recipe
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import did_you_mean, format_value
@@ -56,7 +56,7 @@ class Translated:
 
     def left_open(self) -> str:
         """Return a line with the settings of learning that neither files nor words give; "" if there are none."""
-        values = read_given(TrainConfig, self.assignments).values
+        values = read_values(TrainConfig, self.assignments).values
         defaults = {name: settings_of(TrainConfig)[name].default for name in _LEFT_OPEN if name not in values}
         files = [each.name for each in self.translations if each.name != composed.WORDS]
         texts = [name if value is None else f"{name}={format_value(value)}" for name, value in defaults.items()]
@@ -80,7 +80,7 @@ def translate(root: type, given: Sequence[Assignment]) -> list[Assignment]:
         log.info("%s is read as settings of another system (%s):\n%s", read.name, read.system.kind, table)
     if left_open := translated.left_open():
         log.info("%s", left_open)
-    values = read_given(root, translated.assignments).values
+    values = read_values(root, translated.assignments).values
     for folder, command in [each.prepare for each in translated.translations if each.prepare is not None]:
         is_used = values.get("data_path") == folder and not values.get("use_dummy_dataset")
         if root is TrainConfig and is_used and not exists(Path(folder)):

@@ -32,7 +32,7 @@ from pretraining.checkpoint.run_folder import (
     unfinished_saves,
 )
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError

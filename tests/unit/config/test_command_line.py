@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.config.command_line import assign, load_train_config, read_words, resolve_config
+from pretraining.config.command_line import assign, read_words
 from pretraining.config.fields import required, setting, values_of
+from pretraining.config.read import load_train_config, read
 from pretraining.config.recipes import load_config, settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
@@ -25,7 +26,7 @@ DUMMY = {"use_dummy_dataset": "true"}
 
 def resolve(root: type[Any], words: Sequence[str], settings: Mapping[str, Any] | None = None) -> Any:
     """Return the settings that a command gets."""
-    return resolve_config(root, [*read_words(root, words), *assign(settings or {})]).config
+    return read(root, [*read_words(root, words), *assign(settings or {})]).config
 
 
 def value_of(name: str, *arguments: str) -> object:

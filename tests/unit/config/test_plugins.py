@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS, load_plugin, parse_options
+from pretraining.config.read import load_train_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 

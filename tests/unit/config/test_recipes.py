@@ -11,8 +11,8 @@ from annotated_types import Ge, Le, Lt
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import Setting, build, settings_of
+from pretraining.config.read import load_train_config
 from pretraining.config.recipes import dump_config, load_config, read_recipe, shipped_recipes
 from pretraining.config.settings_files import LARGEST_FILE_BYTES, parse_tree
 from pretraining.config.training import TrainConfig

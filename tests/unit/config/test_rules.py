@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import build, settings_of
+from pretraining.config.read import load_train_config
 from pretraining.config.rules import check_config, find_problems, ineffective_settings
 from pretraining.config.training import DataConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.values import parse_value

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.estimate.advice import memory_advice

@@ -10,7 +10,8 @@ import pytest
 import torch
 from helpers import ROOT
 
-from pretraining.config.command_line import read_recipes, read_words, resolve_config
+from pretraining.config.command_line import read_words
+from pretraining.config.read import read, read_recipes
 from pretraining.config.training import BatchConfig, DataConfig, ParallelConfig, TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.context import ContextGroup
@@ -73,7 +74,7 @@ def test_a_block_of_shared_rows_stores_keys_and_values_of_whole_rows(ranks: int)
 
 @pytest.mark.parametrize("simulated", SIMULATED, ids=lambda simulated: simulated["flags"])
 def test_the_state_is_exact_and_the_peak_close_to_a_simulated_step(simulated: dict[str, Any]) -> None:
-    config = resolve_config(PlanConfig, read_recipes(read_words(PlanConfig, simulated["flags"].split()))).config
+    config = read(PlanConfig, read_recipes(read_words(PlanConfig, simulated["flags"].split()))).config
     shape = resolve_shape(config.model)
     memory = estimate_run(config, shape, cluster_of(config)).memory
     for part in ("parameters", "gradients", "optimizer_state"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.distributed.processes import Processes

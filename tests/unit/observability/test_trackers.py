@@ -16,8 +16,8 @@ from helpers import PATIENCE_SECONDS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from pretraining.config.command_line import load_train_config
 from pretraining.config.plugins import load_plugin
+from pretraining.config.read import load_train_config
 from pretraining.config.training import CheckpointConfig, ReportConfig, TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.observability import report_file

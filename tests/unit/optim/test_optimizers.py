@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.config.command_line import load_train_config
 from pretraining.config.plugins import OPTIMIZERS
+from pretraining.config.read import load_train_config
 from pretraining.config.training import OptimizerConfig
 from pretraining.optim import muon
 from pretraining.optim.optimizer import is_hidden_matrix, parameter_groups, skips_on_device, update

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.config.command_line import load_train_config
 from pretraining.config.plugins import SCHEDULES
+from pretraining.config.read import load_train_config
 from pretraining.errors import ConfigError
 from pretraining.optim.horizon import Horizon, describe_schedule
 from pretraining.optim.optimizer import PEAK

@@ -14,8 +14,8 @@ from helpers import ROOT, run_command
 from stand_in import WHOLE_BLOCK, StandIn
 from tiers import first_quick
 
-from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import values_of
+from pretraining.config.read import load_train_config
 from pretraining.config.training import OptimizerConfig
 from pretraining.errors import Interrupted, Preempted
 

@@ -17,7 +17,7 @@ import pytest
 from helpers import ROOT
 
 from pretraining.cli import main
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.config.recipes import dump_config
 from pretraining.errors import ConfigError
 from pretraining.tools.commands import PageConfig

@@ -18,7 +18,7 @@ from unit.train.whole_runs import checkpoint, equal, error_of
 
 from pretraining import Trainer
 from pretraining.cli import main
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import ConfigError
 

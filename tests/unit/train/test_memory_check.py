@@ -13,7 +13,7 @@ from training_runs import status_of
 from unit.train.whole_runs import refusal
 
 from pretraining.checkpoint import pt_files
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.config.strategies import DimSizes
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch import StepBatch

@@ -12,7 +12,7 @@ from training_runs import TINY
 from unit.train.whole_runs import start
 
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import join_processes
 from pretraining.launch.layout import resolve_layout

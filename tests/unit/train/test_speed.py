@@ -10,7 +10,7 @@ from training_runs import TINY
 
 from pretraining import DataConfig, TrainConfig, Trainer
 from pretraining.cli import main
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.errors import CheckpointError
 
 DUMMY = ["use_dummy_dataset=true", "num_steps=8"]

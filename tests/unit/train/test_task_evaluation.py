@@ -23,7 +23,7 @@ from pretraining.checkpoint.retention import best_of
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.start_point import find_newest
 from pretraining.cli import main
-from pretraining.config.command_line import load_train_config
+from pretraining.config.read import load_train_config
 from pretraining.errors import ConfigError, Preempted, PretrainError
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.progress import Scores

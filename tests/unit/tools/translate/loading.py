@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pretraining.config.assignments import Assignment, Reader
-from pretraining.config.command_line import assign, read_given, read_words, resolve_config
+from pretraining.config.command_line import assign, read_words
+from pretraining.config.read import read, read_values
 from pretraining.config.training import TrainConfig
 from pretraining.tools.translate.translate import translate, translate_all
 
@@ -18,9 +19,9 @@ def given(words: Sequence[str], flags: Flags | None = None) -> list[Assignment]:
 
 
 def load(words: Sequence[str], flags: Flags | None = None) -> TrainConfig:
-    return resolve_config(TrainConfig, translate(TrainConfig, given(words, flags))).config
+    return read(TrainConfig, translate(TrainConfig, given(words, flags))).config
 
 
-def read(*words: str) -> Reader[TrainConfig]:
+def read_unchecked(*words: str) -> Reader[TrainConfig]:
     """Return the given settings, without checks."""
-    return read_given(TrainConfig, translate_all(given(words)).assignments)
+    return read_values(TrainConfig, translate_all(given(words)).assignments)

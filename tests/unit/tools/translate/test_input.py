@@ -12,7 +12,7 @@ import pytest
 from golden.make_translations import FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.tools.translate.loading import load, read
+from unit.tools.translate.loading import load, read_unchecked
 
 from pretraining.config.command_line import assign
 from pretraining.config.fields import values_of
@@ -259,7 +259,7 @@ def test_the_data_of_a_guide_are_token_files_or_prepared_and_its_validation_neve
             file.write_text("text")
         data = {"dataset_name": named, "validation_split": split, "preprocessing_num_workers": 3}
         Path("a.json").write_text(json.dumps({"use_amp": True, **data}))
-        found = read("a.json").values
+        found = read_unchecked("a.json").values
         translate_file(TranslateConfig("a.json", output_path="a.yaml"))
         lines = Path("a.yaml").read_text().splitlines()
     assert expected.items() <= found.items() and ("held_out_fraction" in found) == ("eval_datasets" not in found)
@@ -302,7 +302,7 @@ def test_dotted_arguments_work_without_a_file(caplog: pytest.LogCaptureFixture) 
     assert (found["schedule"], found["learning_rate"], found["min_lr_ratio"]) == ("linear", "2.0", "0.3")
     found = values("optimizer=adamw", "optimizer.lr_config.lr=1", "optimizer.lr_config.warmup=3")
     assert (found["schedule"], found["weight_decay"], found["adam_beta2"]) == ("linear", "0.0", "0.999")
-    made = read("checkpoint.load_path=a", "train.random_seed=4")
+    made = read_unchecked("checkpoint.load_path=a", "train.random_seed=4")
     assert (made.values["ckpt_load_path"], made.values["seed"]) == ("a", 4)
     assert made.chosen["ckpt_load_path"].where == "checkpoint.load_path=a"
 
