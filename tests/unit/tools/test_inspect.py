@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from unit.data.token_files import loader, make_root, opened, plan, rows, write_documents
 
+from pretraining.config.rules import check_config
 from pretraining.config.training import BatchConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.tokenizer import train_tokenizer
@@ -198,6 +199,7 @@ def test_a_long_summary_counts_part_of_the_documents(config: InspectConfig, monk
 )
 def test_contradictions_are_refused(config: InspectConfig, asked: dict[str, Any], settings: set[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
+        check_config(asking(config, **asked))  # as `read` does
         shown(asking(config, **asked))
     assert settings == set(refusal.value.settings)
 
