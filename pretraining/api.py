@@ -100,7 +100,8 @@ class Trainer:
             ConfigError: every problem of recipes and settings.
         """
         named = {"recipe": [str(recipe) for recipe in recipes], **settings} if recipes else settings
-        return cls(read(TrainConfig, translate(TrainConfig, assign(named)), continues_runs=True).config)
+        translated = translate(TrainConfig, assign(named))
+        return cls(read(TrainConfig, translated, continues_runs=True).config)
 
     def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, tuple[Tensor, Tensor]]:
         """Override this to report user-defined metrics, as `custom/<name>` in training, and in evaluations.

@@ -124,7 +124,8 @@ def train_command(words: Sequence[Assignment]) -> None:
     signals = ReceivedSignals().listen()
     terminate_with_launcher()
     of_demo = demo.settings_beside(words)
-    given = read(TrainConfig, translate(TrainConfig, [*of_demo, *words]), continues_runs=True)
+    translated = translate(TrainConfig, [*of_demo, *words])
+    given = read(TrainConfig, translated, continues_runs=True)
     config = given.config
     if of_demo:
         demo.prepare()
@@ -170,7 +171,8 @@ def _run_command(command: Command, words: Sequence[Assignment]) -> None:
     if command.takes_assignments:
         _import_function(command.function)(words)
         return
-    config: Any = read(command.settings, translate(command.settings, words)).config
+    translated = translate(command.settings, words)
+    config: Any = read(command.settings, translated).config
     if (layout := _layout()) is not None:
         set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
     _import_function(command.function)(config)
