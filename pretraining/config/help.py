@@ -80,7 +80,7 @@ def _introduction(root: type, command: str, purpose: str, groups: Sequence[str],
     lines = [f"{command}: {purpose}", f"usage: {command} [--NAME=VALUE ...]", "", *textwrap.wrap(text, columns)]
     if issubclass(root, TrainConfig):
         shipped = ", ".join(shipped_recipes())
-        text = f"settings files (YAML, JSON, or another system's) or {shipped}; later recipes win, flags win over all"
+        text = f"settings files (YAML or JSON) or {shipped}; later recipes win, flags win over all"
         lines += ["", *_format_entry("--recipe=A,B", text, columns)]
     return lines
 

@@ -9,7 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
-from pretraining.files import entries_of, exists, is_file, is_folder
+from pretraining.files import exists, is_file
 from pretraining.progress import parse_number
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.translate import deepspeed, rows
@@ -121,11 +121,8 @@ def _resume(text: str) -> str:
 
 
 def _set_dataset(translation: Translation) -> None:
-    """Set the training data: token files, or text with the command that prepares it."""
+    """Set the training data, with the command that prepares the text."""
     key, text = "dataset_name", translation.text("dataset_name") or ""
-    if _holds_tokens(Path(text)):
-        translation.set(key, **rows.folder_of_data(text))
-        return
     tokenizer = translation.flags.get("tokenizer_path")
     settings = {"data_path": _ROOT, "datasets": _dataset_of(text)}
     if tokenizer is None:  # prepare trains one
@@ -147,7 +144,7 @@ def _set_dataset(translation: Translation) -> None:
 
 
 def _set_validation(translation: Translation) -> None:
-    """Set the evaluation data: a fraction, a folder of token files, or a split of the dataset."""
+    """Set the evaluation data: a fraction, or a split of the dataset."""
     key, text = "validation_split", translation.text("validation_split") or ""
     dataset = translation.text("dataset_name") or ""
     if {"eval_datasets", "held_out_fraction"} & translation.flags.keys():
@@ -156,9 +153,7 @@ def _set_validation(translation: Translation) -> None:
         translation.set(key, "1% of the data that the command line names", held_out_fraction=0.01)
     elif parse_number(text) is not None:
         translation.set(key, held_out_fraction=text)
-    elif _holds_tokens(Path(text)):
-        translation.set(key, eval_datasets=text)
-    elif _is_one_file(dataset):
+    elif Path(dataset).suffix and "*" not in dataset:
         translation.set(key, "a file has no splits: 1% of its documents", held_out_fraction=0.01)
     elif dataset:
         name = f"{_dataset_of(dataset)}_{text}"
@@ -175,20 +170,8 @@ def _is_path(text: str) -> bool:
     return text.startswith((".", "/", "~")) or "*" in text or exists(Path(text)) or bool(Path(text).suffix)
 
 
-def _is_one_file(text: str) -> bool:
-    path = Path(text).expanduser()
-    return _is_path(text) and "*" not in text and (is_file(path) or (bool(path.suffix) and not exists(path)))
-
-
 def _dataset_of(text: str) -> str:
     return PrepareConfig(input_path=(text,)).dataset_name or "text"
-
-
-def _holds_tokens(folder: Path) -> bool:
-    """Return whether a folder or its sub-folders hold token files; saved Hugging Face datasets do not count."""
-    if any(exists(folder / name) for name in ("dataset_dict.json", "dataset_info.json")):
-        return False
-    return is_folder(folder) and any(map(rows.is_dataset, (folder, *entries_of(folder))))
 
 
 _OF_PREPARE = Row(remark="of pretrain prepare: the command for dataset_name has it")

@@ -116,12 +116,8 @@ def width(text: str, multiple: int = 256) -> Mapping[str, str]:
 def folder_of_data(text: str) -> Mapping[str, str]:
     """Return the settings for a folder that is a dataset or holds datasets; a start reports a missing folder."""
     folder = Path(text)
-    return {"data_path": str(folder.parent), "datasets": folder.name} if is_dataset(folder) else {"data_path": text}
-
-
-def is_dataset(folder: Path) -> bool:
-    """Return whether a folder directly holds token files."""
-    return is_folder(folder) and any(path.suffix in TOKEN_SUFFIXES for path in entries_of(folder))
+    is_dataset = is_folder(folder) and any(path.suffix in TOKEN_SUFFIXES for path in entries_of(folder))
+    return {"data_path": str(folder.parent), "datasets": folder.name} if is_dataset else {"data_path": text}
 
 
 def decimal(number: Fraction) -> str:

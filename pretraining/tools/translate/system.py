@@ -13,7 +13,7 @@ that is said about them wins. A typed setting of this project (a flag) also wins
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -27,8 +27,6 @@ from pretraining.text import format_table
 from pretraining.tools.translate.rows import NotALlamaError, Row
 
 ACCEPT_LLAMA, ACCEPT_UNKNOWN = "accept_llama", "accept_unknown"
-IMPLIED, FILE, TYPED = range(3)
-"""Ranks of settings."""
 _SECRET = re.compile(r"(?:^|\.)(?:token|\w*(?:api_key|access_token|auth_token|hub_token|password|secret))$", re.I)
 """Keys whose values are hidden, because notes are logged and written to recipes."""
 _DATA = frozenset({"datasets", "weights", "eval_datasets", "sep_token", "file_type", "token_dtype", "tokenizer_path"})
@@ -250,15 +248,17 @@ class Translation:
             for name, text in self.system.defaults(self).items()
         ]
 
-    def assignments(self, rank: int) -> Iterator[Assignment]:
-        """Yield the settings of a rank, with their places."""
-        prefix = {IMPLIED: "implied by", FILE: "translated from"}
-        source = COMMAND_LINE if rank == TYPED else Source(f"{prefix[rank]} {self.name}")
+    def assignments(self) -> tuple[list[Assignment], list[Assignment], list[Assignment]]:
+        """Return the settings with their places: implied ones, those of the file, and typed ones."""
+        implied, file = Source(f"implied by {self.name}"), Source(f"translated from {self.name}")
+        by_source: dict[Source, list[Assignment]] = {implied: [], file: [], COMMAND_LINE: []}
         for note in self.notes.values():
             given = note.given
             for number, (name, text) in enumerate(note.settings.items()):
-                if rank == (IMPLIED if number else FILE if given.file else TYPED):
-                    yield Assignment(name, text, given.quote, given.place, source=source, is_typed=not given.file)
+                source = implied if number else file if given.file else COMMAND_LINE
+                made = Assignment(name, text, given.quote, given.place, source=source, is_typed=not given.file)
+                by_source[source].append(made)
+        return by_source[implied], by_source[file], by_source[COMMAND_LINE]
 
     def table(self) -> list[str]:
         """Return a line per key: its value, the settings it became, and the remark."""

@@ -25,16 +25,7 @@ from pretraining.files import exists
 from pretraining.tools.commands import TranslateConfig
 from pretraining.tools.translate import composed, deepspeed, guide, nanogpt, stub
 from pretraining.tools.translate.files import compose, read_settings, text_of
-from pretraining.tools.translate.system import (
-    ACCEPT_LLAMA,
-    ACCEPT_UNKNOWN,
-    FILE,
-    IMPLIED,
-    TYPED,
-    Given,
-    System,
-    Translation,
-)
+from pretraining.tools.translate.system import ACCEPT_LLAMA, ACCEPT_UNKNOWN, Given, System, Translation
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +47,9 @@ class Translated:
 
     def left_open(self) -> str:
         """Return a line with the settings of learning that neither files nor words give; "" if there are none."""
-        values = read_values(TrainConfig, self.assignments).values
+        files = [read.name for read in self.translations if read.name != composed.WORDS]
+        values = read_values(TrainConfig, self.assignments).values if files else {}
         defaults = {name: settings_of(TrainConfig)[name].default for name in _LEFT_OPEN if name not in values}
-        files = [each.name for each in self.translations if each.name != composed.WORDS]
         texts = [name if value is None else f"{name}={format_value(value)}" for name, value in defaults.items()]
         return f"left open by {', '.join(files)}, and as here: {', '.join(texts)}" if files and texts else ""
 
@@ -80,8 +71,8 @@ def translate(root: type, given: Sequence[Assignment]) -> list[Assignment]:
         log.info("%s is read as settings of another system (%s):\n%s", read.name, read.system.kind, table)
     if left_open := translated.left_open():
         log.info("%s", left_open)
-    values = read_values(root, translated.assignments).values
-    for folder, command in [each.prepare for each in translated.translations if each.prepare is not None]:
+    for folder, command in [read.prepare for read in translated.translations if read.prepare is not None]:
+        values = read_values(root, translated.assignments).values
         is_used = values.get("data_path") == folder and not values.get("use_dummy_dataset")
         if root is TrainConfig and is_used and not exists(Path(folder)):
             raise DataError(f"there is no data yet in {folder}. Prepare it, then give this command again:\n  {command}")
@@ -118,8 +109,9 @@ def translate_all(given: Sequence[Assignment], kind: str | None = None) -> Trans
             has_own = has_own or name is not None
             continue
         translations.append(read)
-        recipes += [*read.assignments(IMPLIED), *read.assignments(FILE)]
-        typed += read.assignments(TYPED)
+        implied, from_file, from_words = read.assignments()
+        recipes += [*implied, *from_file]
+        typed += from_words
         defaults += [] if has_own or (name is None and names) else read.defaults()
         words = [word for word in words if word.name not in read.used]
     if accepts and not translations:

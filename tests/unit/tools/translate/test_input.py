@@ -176,6 +176,14 @@ def test_a_flag_overrides_the_setting_that_it_replaces(
     assert expected.items() <= found.items()
 
 
+def test_a_folder_with_token_files_is_a_dataset_in_the_folder_above(tmp_path: Path) -> None:
+    (tmp_path / "c4").mkdir()
+    (tmp_path / "c4" / "a.arrow").touch()
+    (tmp_path / "a.yaml").write_text(f"dist: {{backend: gloo}}\ndataset: {{path_train: {tmp_path}/c4}}\n")
+    made = read(str(tmp_path / "a.yaml")).values
+    assert (made["data_path"], made["datasets"]) == (str(tmp_path), ("c4",))
+
+
 def test_without_mixed_precision_a_files_type_has_no_effect(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("dist: {dtype: float16, backend: gloo}")
     assert values(str(tmp_path / "a.yaml"))["mp_dtype"] == "float16"
@@ -242,15 +250,13 @@ def test_a_file_keeps_the_meaning_of_its_own_system(
 @pytest.mark.parametrize(
     ("named", "split", "there", "expected", "said"),
     [
-        ("prep", "prep", "prep/wt/a.arrow", {"data_path": "prep", "eval_datasets": ("prep",)}, ""),
-        ("prep/wt", "prep/wt", "prep/wt/a.arrow", {"datasets": ("wt",), "eval_datasets": ("prep/wt",)}, ""),
         ("prep", "prep", "prep/train/a.arrow prep/dataset_dict.json", {"eval_datasets": ("data/prep_prep",)}, PREPARE),
         ("books.txt", "validation", "books.txt", {"held_out_fraction": 0.01}, "a file has no splits: 1% of its"),
         ("web", "validation", "web/a", {"eval_datasets": ("data/web_validation",)}, "--split=validation --dataset=w"),
         ("a/b", "validation", "a/c", {"eval_datasets": ("data/b_validation",)}, "--hf_split=validation --dataset=b_va"),
     ],
 )
-def test_the_data_of_a_guide_are_token_files_or_prepared_and_its_validation_never_its_training_text(
+def test_the_data_of_a_guide_are_prepared_and_its_validation_never_its_training_text(
     named: str, split: str, there: str, expected: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with contextlib.chdir(tmp_path):
