@@ -4,7 +4,7 @@
     checkpoints  manifest -> threads, one file each: checksum -> headers -> every element once
 
 Training checks token files only as it reads them: names and sizes at the start, the footer when it opens a file, bounds
-and vocabulary when it reads a document. Of a damaged structure or of wrong tokens, only the first place in a file is
+and vocabulary when it reads a document. In a file with a damaged structure or wrong tokens, only the first place is
 reported. A start checks its checkpoint with the functions used here.
 """
 
