@@ -1,7 +1,7 @@
 """Records of hardware and software, one per start, in <run>/logs/environment.json, for comparing starts.
 
-A failed write is a warning. Packages that are not imported are null. A record has no text that a user typed, so it has
-no secrets.
+A failed write is a warning. Packages that are not imported are null. A record has no text that a user typed, so no
+secrets.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
 from pretraining.data.dataset import build_indices, build_loader, open_datasets, warn_about_datasets
 from pretraining.data.prepared import recorded_tokenizer
-from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples
+from pretraining.data.samples import OpenedDataset, OpenedDatasets
 from pretraining.data.sampling.mixture import count_numbers
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import list_datasets
@@ -46,9 +46,6 @@ from pretraining.tools.translate.translate import translate
 from pretraining.train.complete import complete
 
 log = logging.getLogger(__name__)
-
-SAMPLES_COUNTED = 20_000
-"""Samples of a dataset in which a summary counts documents exactly; this takes a second or two."""
 
 _WHERE_FROM = ("resume_from_checkpoint", "ckpt_load_path")
 _OF_A_START = ("resume_from_checkpoint", "init_from")
@@ -150,9 +147,12 @@ def inspect(config: InspectConfig, state: Mapping[str, Any] | None = None, resto
     first, last = options.step_range
     summaries = inspector.summary(first, last)
     if options.json:
-        lines = [json.dumps({"first_step": first, "last_step": last, **asdict(each)}) for each in summaries]
+        lines = [json.dumps({"first_step": first, "last_step": last, **asdict(summary)}) for summary in summaries]
     else:
-        lines = describe_summaries(first, last, config.data.seq_length, summaries)
+        samples, tokens = (sum(getattr(summary, name) for summary in summaries) for name in ("samples", "tokens"))
+        table = [("dataset", "asked", "realised", "samples", "tokens", "passes"), *(each.cells for each in summaries)]
+        head = f"steps {first:,} to {last:,}: {count_of(samples, 'sample')}, {tokens:,} tokens"
+        lines = [head, *format_table(table, right=range(1, 6))]
     print_text("\n".join(lines))
 
 
@@ -264,49 +264,21 @@ class Inspector:
         mixture = self._reader.mixture
         taken = list(mixture.taken(first - 1, last))
         phase_samples = [count_numbers(*ranges.values()) for _, ranges in taken]
-        total = sum(phase_samples)
         before, after = (mixture.positions_before_step(step) for step in (first - 1, last))
         summaries = []
-        for source in self._reader.sources:
-            name, dataset = source.name, self._datasets.get(source.name)
+        for name in (source.name for source in self._reader.sources):
             asked = sum(
                 count * phase.weights.get(name, 0) / sum(phase.weights.values())
                 for count, (phase, _) in zip(phase_samples, taken, strict=True)
             )
-            own = [each for _, ranges in taken for each in ranges.get(name, ())]
-            samples = count_numbers(own)
-            counted, documents, padding = self._count(source, dataset, own) if dataset else (samples, 0, 0)
-            tokens_seen = (before[name] * self._seq_length, after[name] * self._seq_length)
-            pass_tokens = dataset.pass_tokens("train") if dataset else None
-            summaries.append(
-                DatasetSummary(
-                    dataset=name,
-                    asked=asked / total,
-                    realised=samples / total,
-                    samples=samples,
-                    tokens=samples * self._seq_length,
-                    padding_tokens=padding * samples // max(counted, 1),
-                    fill=1 - padding / max(counted * self._seq_length, 1) if samples else None,
-                    documents=documents * samples // max(counted, 1),
-                    documents_are_exact=counted == samples,
-                    passes=(tokens_seen[0] / pass_tokens, tokens_seen[1] / pass_tokens) if pass_tokens else None,
-                )
+            samples, total = sum(count_numbers(ranges.get(name, ())) for _, ranges in taken), sum(phase_samples)
+            pass_tokens = self._datasets[name].pass_tokens("train") if name in self._datasets else None
+            passes = (
+                [count[name] * self._seq_length / pass_tokens for count in (before, after)] if pass_tokens else None
             )
+            tokens = samples * self._seq_length
+            summaries.append(DatasetSummary(name, asked / total, samples / total, samples, tokens, passes))
         return summaries
-
-    def _count(self, source: Samples, dataset: OpenedDataset, taken: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
-        """Return the number of samples counted, of documents that begin in them, and of padding tokens."""
-        counted = documents = padding = 0
-        for begin, end in taken:
-            end = min(end, begin + SAMPLES_COUNTED - counted)
-            spans = source.spans(*source.samples(begin, end))
-            begun = spans.starts == 0
-            if dataset.counts is None:  # stream: the look-ahead token belongs to the next sample
-                begun &= spans.positions(np.zeros(len(spans.first_spans) - 1, dtype=np.int64)) < self._seq_length
-            documents += int(np.count_nonzero(begun))
-            padding += (self._seq_length + 1) * (end - begin) - int(spans.lengths.sum())
-            counted += end - begin
-        return counted, documents, padding
 
     def _slot(self, step: int, slots: Slots, slot: int, tokens: bool) -> InspectedSlot:
         source = self._reader.sources[int(slots.datasets[slot])]
@@ -404,10 +376,7 @@ class DatasetSummary:
 
     Attributes:
         asked, realised: fraction by weight, and fraction of the samples.
-        tokens: S per sample, with `padding_tokens`, whose labels are ignored.
-        fill: fraction of tokens that are not padding; None without a sample.
-        documents: documents that begin in these samples, counted once per pass.
-        documents_are_exact: False if documents and padding are scaled from the first `SAMPLES_COUNTED` samples.
+        tokens: S per sample, padding included.
         passes: passes over the dataset done before step A, and after step B; None for endless data.
     """
 
@@ -416,34 +385,20 @@ class DatasetSummary:
     realised: float
     samples: int
     tokens: int
-    padding_tokens: int
-    fill: float | None
-    documents: int
-    documents_are_exact: bool
-    passes: tuple[float, float] | None
+    passes: list[float] | None
 
-
-def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequence[DatasetSummary]) -> list[str]:
-    """Return a line of totals and a table with a row per dataset."""
-    samples = sum(each.samples for each in summaries)
-    table = [("dataset", "asked", "realised", "samples", "tokens", "padding", "fill", "documents", "passes")]
-    for each in summaries:
-        about = "" if each.documents_are_exact else "about "
-        table.append(
-            (
-                each.dataset,
-                f"{each.asked:.4%}",
-                f"{each.realised:.4%}",
-                f"{each.samples:,}",
-                f"{each.tokens:,}",
-                f"{about}{each.padding_tokens:,}",
-                f"{each.fill:.2%}" if each.fill is not None else "",
-                f"{about}{each.documents:,}",
-                f"{each.passes[0]:.3f} to {each.passes[1]:.3f}" if each.passes else "",
-            )
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Row of the table."""
+        passes = f"{self.passes[0]:.3f} to {self.passes[1]:.3f}" if self.passes else ""
+        return (
+            self.dataset,
+            f"{self.asked:.4%}",
+            f"{self.realised:.4%}",
+            f"{self.samples:,}",
+            f"{self.tokens:,}",
+            passes,
         )
-    head = f"steps {first:,} to {last:,}: {count_of(samples, 'sample')}, {samples * seq_length:,} tokens"
-    return [head, *format_table(table, right=range(1, 9))]
 
 
 def _content(ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None, whole: bool) -> Iterator[str]:

@@ -19,7 +19,6 @@ from pretraining.config.training import BatchConfig, DataConfig, ModelConfig, Pa
 from pretraining.data.dataset import build_loader
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.tools import inspect as inspect_module
 from pretraining.tools.commands import InspectConfig, InspectSettings
 from pretraining.tools.inspect import Inspector, inspect
 
@@ -147,8 +146,7 @@ def test_made_up_data_has_ids_and_no_spans(config: InspectConfig) -> None:
     slots = objects(config, step=2, tokens=True)
     assert len(slots) == BATCH and all(slot["spans"] == [] and len(slot["ids"]) == 9 for slot in slots)
     (summary,) = objects(config, steps="1-4")
-    assert (summary["samples"], summary["passes"], summary["documents"]) == (4 * BATCH, None, 0)
-    assert (summary["padding_tokens"], summary["fill"]) == (0, 1)
+    assert (summary["samples"], summary["tokens"], summary["passes"]) == (4 * BATCH, 8 * 4 * BATCH, None)
 
 
 def test_a_summary_counts_the_content_of_the_steps(config: InspectConfig) -> None:
@@ -156,34 +154,16 @@ def test_a_summary_counts_the_content_of_the_steps(config: InspectConfig) -> Non
     summaries = {each["dataset"]: each for each in objects(config, steps="3-9")}
     for name, weight in (("web", 0.75), ("code", 0.25)):
         mine, found = [slot for slot in slots if slot["dataset"] == name], summaries[name]
-        begun = 0
-        for slot in mine:
-            places = [sum(span["length"] for span in slot["spans"][:n]) for n in range(len(slot["spans"]))]
-            begun += sum(span["start"] == 0 and place < 24 for span, place in zip(slot["spans"], places, strict=True))
         assert (found["first_step"], found["last_step"], found["asked"]) == (3, 9, weight)
-        assert (found["samples"], found["tokens"], found["documents"]) == (len(mine), 24 * len(mine), begun)
-        assert found["documents_are_exact"] and (found["padding_tokens"], found["fill"]) == (0, 1)
+        assert (found["samples"], found["tokens"]) == (len(mine), 24 * len(mine))
         assert found["realised"] == len(mine) / len(slots)
         assert abs(len(mine) - weight * len(slots)) <= 4
+    lines = shown(asking(config, steps="3-9"))
+    assert lines[0] == f"steps 3 to 9: {7 * BATCH} samples, {24 * 7 * BATCH:,} tokens"
+    assert [line.split()[0] for line in lines[1:]] == ["dataset", *summaries]
     packed = replace(config, data=replace(config.data, packing="greedy"))
     slots = objects(packed, step=3, tokens=True)
-    for found in objects(packed, steps="3-3"):
-        filled = [sum(s["length"] for s in slot["spans"]) for slot in slots if slot["dataset"] == found["dataset"]]
-        assert found["padding_tokens"] == 25 * len(filled) - sum(filled)
-        assert found["fill"] == pytest.approx(1 - found["padding_tokens"] / (24 * len(filled)))
     assert [len(slot["ids"]) for slot in slots] == [sum(span["length"] for span in slot["spans"]) for slot in slots]
-
-
-def test_a_long_summary_counts_part_of_the_documents(config: InspectConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = objects(config, steps="1-100")
-    monkeypatch.setattr(inspect_module, "SAMPLES_COUNTED", 100)
-    about = objects(config, steps="1-100")
-    for one, other in zip(exact, about, strict=True):
-        assert one["documents_are_exact"] and not other["documents_are_exact"]
-        assert abs(other["documents"] / one["documents"] - 1) < 0.2
-    assert "about" in shown(asking(config, steps="1-100"))[2]
-    config = replace(config, data=replace(config.data, weights=(1000, 1)))  # which gives nothing of one yet
-    assert objects(config, steps="1-1")[0]["fill"] is None and shown(asking(config, steps="1-1"))
 
 
 @pytest.mark.parametrize(
