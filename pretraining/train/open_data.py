@@ -32,7 +32,7 @@ from pretraining.data.dataset import (
 )
 from pretraining.data.evaluation_sets import EvaluationFolder, find_evaluation_folders
 from pretraining.data.loader import Loader
-from pretraining.data.samples import OpenedDatasets, Samples, SplitName
+from pretraining.data.samples import OpenedDatasets, SplitName
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index_files import find_index, receive_index
 from pretraining.data.tokenizer import load_fitting_tokenizer
@@ -172,7 +172,7 @@ def open_evaluation_sources(
     """
     asked = config.evaluation.eval_batches * batch.global_batch_size
     sequences = asked if record.sequences is None else record.sequences
-    weights, contents, vocab_size = record.weights, dict(record.contents), resolve_shape(config.model).vocab_size
+    weights, vocab_size = record.weights, resolve_shape(config.model).vocab_size
     rank, seed, group = dims.data_rank, config.run.seed, dims.context_group
     parts: list[tuple[OpenedDatasets | None, DataConfig, SplitName, str | None]] = []
     if config.data.held_out_fraction > 0:
@@ -192,8 +192,7 @@ def open_evaluation_sources(
         sets = {named or each.name: each for each in loader.reader.sources}
         counts.update((name, found[each.name]) for name, each in sets.items())
         definitions = tuple(
-            {**common, "data": each.fingerprint, "sequences": counts[name], **_other_content(contents, name, each)}
-            for name, each in sets.items()
+            {**common, "data": each.fingerprint, "sequences": counts[name]} for name, each in sets.items()
         )
         shares = tuple(kept[each.name] for each in sets.values())
         sources.append(EvaluationSource(tuple(sets), _batch_opener(loader, processes), shares, definitions))
@@ -206,20 +205,7 @@ def open_evaluation_sources(
         return [], record
     if sequences != asked:
         log.info("evaluations read %d sequences, as since the first start, not %d (--eval_batches)", sequences, asked)
-    return sources, EvaluationRecord(sequences, weights, contents)
-
-
-def _other_content(contents: dict[str, str], name: str, samples: Samples) -> dict[str, str]:
-    """Return the content of a set as a part of its definition, if it was another one at the first start.
-
-    Args:
-        contents: of the sets at the first start; a set that is not in it is added.
-    """
-    if not samples.content or contents.setdefault(name, samples.content) == samples.content:
-        return {}
-    changes = f" ({samples.changes})" if samples.changes else ""
-    log.info("evaluation set %s has other files than at the first start%s: it is another set", name, changes)
-    return {"content": samples.content}
+    return sources, EvaluationRecord(sequences, weights)
 
 
 def _check_best_by(config: TrainConfig, counts: dict[str, int], deciders: Sequence[Tasks | Evaluators]) -> None:
