@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pretraining.data.storage.content import combine, content_record, digest_of_records, open_ranges, time_of_change
+from pretraining.data.storage.content import combine, content_record, digest_of_records, time_of_change
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.threads import map_in_order
 from pretraining.data.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ Encoder = Literal["fastokens", "tokenizers"]
 
 
 @dataclass
-class Counts:
+class PrepareCounts:
     """Amounts read and written.
 
     Attributes:
@@ -77,8 +77,8 @@ class Counts:
     marked_documents: int = 0
     lost: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: PrepareCounts) -> PrepareCounts:
+        return PrepareCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class UnitRecord:
     """
 
     key: str
-    counts: Counts = field(default_factory=Counts)
+    counts: PrepareCounts = field(default_factory=PrepareCounts)
     largest_token: int = -1
     files: list[TokenFile] = field(default_factory=list)
     bad_records: list[str] = field(default_factory=list)
@@ -171,7 +171,7 @@ class WorkFolder:
         files = [TokenFile(**entry) for entry in content["files"]]
         if any(_size(self.files / file.name) != file.bytes for file in files):
             return None
-        record = UnitRecord(**content | {"files": files, "counts": Counts(**content["counts"])})
+        record = UnitRecord(**content | {"files": files, "counts": PrepareCounts(**content["counts"])})
         return None if record.bad_records and not encoding.skip_bad else record
 
     def write_record(self, unit: Unit, record: UnitRecord) -> None:
@@ -183,7 +183,7 @@ class WorkFolder:
 
 
 @dataclass(kw_only=True)
-class PrepareSummary(Counts):
+class PrepareSummary(PrepareCounts):
     """A prepared dataset with its counts, as recorded in prepare.json.
 
     Attributes:
@@ -216,7 +216,7 @@ def manifest(
     settings: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, dtype: str, records: Sequence[UnitRecord]
 ) -> str:
     """Return the content of prepare.json; `tokenizer` is None for token ids of an unknown tokenizer."""
-    counts = sum((record.counts for record in records), Counts())
+    counts = sum((record.counts for record in records), PrepareCounts())
     contents = [each for record in records for each in record.contents]
     content = {
         "format_version": FORMAT_VERSION,
@@ -256,7 +256,7 @@ def read_summary(folder: Location) -> PrepareSummary:
         values = {**content, **tokenizer, "tokenizer": tokenizer["sha256"], "files": files}
         values |= {"folder": Path(str(folder)), "settings": dict(content["settings"]), "input_bytes": 0}
         summary = PrepareSummary(**{each.name: values[each.name] for each in fields(PrepareSummary)})
-        counts = [getattr(summary, each.name) for each in fields(Counts)]
+        counts = [getattr(summary, each.name) for each in fields(PrepareCounts)]
         numbers = [*counts, summary.vocab_size, *(file.bytes for file in files)]
         if {*map(type, numbers)} != {int} or not all(isinstance(token_file.name, str) for token_file in files):
             raise ValueError("a value has a wrong type")
@@ -313,13 +313,9 @@ def _size(path: Path) -> int | None:
 def read_content(part: Part) -> Content:
     """Return the content of a part; raise a DataError if it cannot be read."""
     try:
-        time, records = _time_of(part), []
-        for path, begin, end in part.raw:
-            with open_ranges(path) as read:
-                records.append(content_record(read, begin, end))
+        return _time_of(part), combine(*(content_record(*raw_range) for raw_range in part.raw))
     except OSError as error:
         raise DataError(f"it cannot be read: {reason_of(error)}", path=error.filename or part.name) from error
-    return time, combine(*records)
 
 
 def contents_now(parts: Sequence[Part], noted: Sequence[Content]) -> list[Content]:
