@@ -1,13 +1,12 @@
-"""The golden run folders, which an earlier version of the code wrote, and how runs go on from a copy of them.
+"""The golden run folders of release 0.3.0, and how runs go on from a copy of them.
 
-    golden/run/data/{first,second}     token files, and beside them the index files of that version
+    golden/run/data/{first,second}     token files, and beside them the index files of that release
     golden/run/sharded                 a run of 2 processes in float32, sharded files; its newest checkpoint is .preempt
     golden/run/full                    a run of 1 process in float16, unsharded files, documents packed, now finished
 
-The code of commit f4ef4e6 wrote them (PyTorch 2.13, format version 2 of the manifest) and next_batches.json, the tokens
-of the step after each checkpoint. Neither is ever made again to make a test pass: they stand for the runs that people
-have. Where a format changes, the code goes on reading this one, and a new version of it gets a folder of its own. The
-script is tests/golden/make_golden_run.py of commit 3173757; make_next_steps.py makes next_steps.json.
+tests/golden/make_golden_run.py has written them and next_batches.json, the tokens of the step after each checkpoint.
+Neither is ever made again to make a test pass: they stand for the runs that people have. If a format changes, the code
+goes on reading this one, and a new version of it gets a folder of its own. The script also makes next_steps.json.
 
 Nothing of the package is imported here: formats are read as what they are, JSON and tensor files, so that a name that
 changes in the code does not change in the test as well.

@@ -167,7 +167,7 @@ class BatchReader:
         size = self._plan.micro_batch_size
         row_count = size * self._plan.grad_accum_steps
         tokens_RT = torch.empty(row_count, self._config.seq_length + 1, **self._tensor_options)
-        rows = _Rows(tokens_RT.numpy())
+        rows = _BatchRows(tokens_RT.numpy())
         # Slots fill the first rows; the last rows may stay empty.
         datasets = slots.datasets[self._begin : self._end]
         rows.tokens[len(datasets) :] = 0
@@ -185,7 +185,9 @@ class BatchReader:
         micro_batches = [MicroBatch(*each, self._group) for each in parts]
         return StepBatch(step, self.mixture.first_sample(step), micro_batches, names)
 
-    def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, spans: Spans, rows: _Rows) -> None:
+    def _fill(
+        self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, spans: Spans, rows: _BatchRows
+    ) -> None:
         """Read the spans of one dataset into the rows `numbers`."""
         try:
             source.read(spans, rows.tokens, numbers)
@@ -212,7 +214,7 @@ class BatchReader:
             self._quarantine.record_success()
 
 
-class _Rows:
+class _BatchRows:
     """The rows of a rank's share, their lengths and document starts; all rows are empty and readable at first."""
 
     def __init__(self, tokens: np.ndarray) -> None:

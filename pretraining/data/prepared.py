@@ -3,15 +3,13 @@
     prepare.json of each dataset -> `prepared_token`
     tokenizers of data, weights and --tokenizer_path -> `choose_tokenizer`: one of them; an error if their ids differ
 
-A resumed run takes what its checkpoint recorded. A prepare.json of an older version lacks the begin-of-text token, and
-a run on it has none.
+A resumed run takes what its checkpoint recorded.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -33,7 +31,7 @@ KEPT_TOKENIZER = "tokenizer"
 
 
 def prepared_token(name: TokenSetting, config: DataConfig, eval_datasets: Iterable[str] = ()) -> int | None:
-    """Return and log the token that the prepare.json files record for a setting; None without any.
+    """Return and log the token that the prepare.json files record for a setting; None if they record none.
 
     Raises:
         ConfigError: the files name different tokens.
@@ -43,7 +41,7 @@ def prepared_token(name: TokenSetting, config: DataConfig, eval_datasets: Iterab
     for place in _places(config, eval_datasets):
         path = place / MANIFEST_FILE
         try:
-            token = read_json(path)["tokenizer"].get(_RECORDS[name])
+            token = read_json(path)["tokenizer"][_RECORDS[name]]
             if token is not None and (not isinstance(token, int) or token < 0):
                 raise ValueError(f"{token!r} is not a token id")
         except (FileNotFoundError, NotADirectoryError):
@@ -90,7 +88,7 @@ def choose_tokenizer(
 ) -> str | None:
     """Compare the tokenizers of data, weights and --tokenizer_path; return the path of the one to use, and log it.
 
-    It is the one given, else that of the prepared data, else that of the weights; None without any.
+    It is the one given, else that of the prepared data, else that of the weights; None if there is none.
 
     Args:
         weights: tokenizer of the weights to start from; None if unknown.
@@ -106,7 +104,7 @@ def choose_tokenizer(
         tokenizer = load_tokenizer(given)
         what = f"that of --tokenizer_path={given}"
         known = [*known, KnownTokenizer(what, location(given), tokenizer.sha256, tokenizer, "Drop the flag")]
-    differences = list(_compare(known, rows))
+    differences = list(_compare(known))
     if differences and not config.accept_tokenizer:
         flag = "or accept it: --accept_tokenizer=true"
         raise ConfigError([f"{difference}. {other.remedy}, {flag}" for other, difference in differences])
@@ -127,24 +125,17 @@ def choose_tokenizer(
     return None
 
 
-def _compare(known: Sequence[KnownTokenizer], rows: int | None) -> Iterator[tuple[KnownTokenizer, str]]:
-    """Yield tokenizers whose ids differ from those of the first one, and how; log other added tokens."""
+def _compare(known: Sequence[KnownTokenizer]) -> Iterator[tuple[KnownTokenizer, str]]:
+    """Yield tokenizers whose ids differ from those of the first one, and how."""
     by_hash = {each.sha256: each for each in reversed(known)}  # several may name one tokenizer
     different = [each for each in known if by_hash[each.sha256] is each]
     for first, other in [(different[0], each) for each in different[1:]]:
-        both = f"{other.what} and {first.what}"
         if first.tokenizer is None or other.tokenizer is None:
             problem: str | None = f"their hashes differ, and {first.problem or other.problem or 'a file is missing'}"
         else:
             problem = other.tokenizer.difference(first.tokenizer)
-            added = sorted(
-                other.tokenizer.added_tokens.items() ^ first.tokenizer.added_tokens.items(), key=itemgetter(1)
-            )
-            if added and problem is None:
-                names = [f"{name!r} ({n}{', no row' if rows and n >= rows else ''})" for name, n in reversed(added)]
-                log.info("tokenizer   %s differ in added tokens alone: %s", both, list_some(names, _MOST_NAMED))
         if problem is not None:
-            yield other, f"tokenizers differ, {both}: {problem}"
+            yield other, f"tokenizers differ, {other.what} and {first.what}: {problem}"
 
 
 def _tokenizers_of_data(config: DataConfig, eval_datasets: Iterable[str]) -> list[KnownTokenizer]:
@@ -169,18 +160,12 @@ def _tokenizers_of_data(config: DataConfig, eval_datasets: Iterable[str]) -> lis
 
 
 def recorded_tokenizer(config: DataConfig, run: Path | None = None) -> str | None:
-    """Return the `tokenizer_path` of a run's settings; of a tokenizer in an object store, the copy in the run's folder.
-
-    Earlier versions recorded a folder beside the data as typed, which must not become a name on the Hub.
-    """
-    path, data = config.tokenizer_path, config.data_path
+    """Return the `tokenizer_path` of a run's settings; if it is in an object store, the copy in the run's folder."""
+    path = config.tokenizer_path
     is_elsewhere = path is not None and (is_address(path) or not exists(Path(path)))
     if is_elsewhere and run is not None and exists(run / KEPT_TOKENIZER / TOKENIZER_FILE):
         return str((run / KEPT_TOKENIZER).absolute())
-    if is_address(path):
-        return path
-    is_beside = path is not None and data is not None and Path(path).is_relative_to(data)
-    return str(Path(path).absolute()) if path is not None and is_beside else path
+    return path
 
 
 def keep_tokenizer(config: DataConfig, run: Path) -> None:

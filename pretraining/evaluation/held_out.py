@@ -84,18 +84,16 @@ def definition_of(sources: Sequence[EvaluationSource], best_by: str | None) -> s
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Number of sequences, and weights and content of sets, of the first start; part of checkpoints.
+    """Number of sequences and weights of sets of the first start; part of checkpoints.
 
     Attributes:
         sequences: of the held-out sets together, and of each set of `--eval_datasets`; None before the first
             evaluation sets.
         weights: of the held-out sets.
-        contents: record of the content of each set's files, from the first start that knew it.
     """
 
     sequences: int | None = None
     weights: dict[str, int] = field(default_factory=dict)
-    contents: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of_state(state: Mapping[str, Any]) -> EvaluationRecord:
@@ -104,14 +102,13 @@ class EvaluationRecord:
         numbers = [*weights.values(), *([] if sequences is None else [sequences])]
         if not all(type(number) is int and 0 < number < 2**62 for number in numbers):
             raise TypeError(f"sequences are {sequences!r}, weights are {weights!r}")
-        return EvaluationRecord(sequences, weights, dict(state.get("contents", {})))
+        return EvaluationRecord(sequences, weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
         if self.sequences is None:
             return {}
-        contents = {"contents": self.contents} if self.contents else {}
-        return {"sequences": self.sequences, "weights": self.weights, **contents}
+        return {"sequences": self.sequences, "weights": self.weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing: a plan reads the record earlier, to open the sets."""

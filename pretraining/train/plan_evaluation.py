@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig
@@ -29,17 +29,10 @@ LoaderOpener = Callable[..., tuple[Loader, dict[str, int], dict[str, int]]]
 """`build_evaluation_loader` with what all sets share."""
 
 
-@dataclass(frozen=True)
-class PlannedSource:
-    """A source of evaluation sets.
-
-    Attributes:
-        samples: of each set, by name.
-        counts: sequences of each set, by name.
-    """
+class PlannedSource(NamedTuple):
+    """A source of evaluation sets, and the sequences of each set by name."""
 
     source: EvaluationSource
-    samples: dict[str, Samples]
     counts: dict[str, int]
 
 
@@ -83,25 +76,19 @@ def plan_evaluation(opened: Opened, batch: BatchSizes, first: EvaluationRecord) 
     if config.data.held_out_fraction > 0:
         held_out, weights = _held_out_source(opened, open_loader, first)
         planned.append(held_out)
-    planned += [
-        _folder_source(opened, folder, datasets, open_loader, first) for folder, datasets in opened.data.folders
-    ]
+    planned += [_folder_source(opened, folder, datasets, open_loader) for folder, datasets in opened.data.folders]
     counts = {name: count for part in planned for name, count in part.counts.items()}
     _check_best_by(opened, counts)
     if not planned:
         return EvaluationPlan(record=first)
-    samples = {name: each for part in planned for name, each in part.samples.items()}
     notes = [
         f"evaluation set {name} gets none of the {sequences} sequences of an evaluation, so it has no scores"
         for name, count in counts.items()
         if count == 0
     ]
-    notes += [line for name, each in samples.items() if (line := _describe_change(name, each, first)) is not None]
     if sequences != asked:
         notes.append(f"evaluations read {sequences} sequences, as since the first start, not {asked} (--eval_batches)")
-    contents = {name: content for name, each in samples.items() if (content := _content(each))}
-    record = EvaluationRecord(sequences, weights, {**contents, **first.contents})
-    return EvaluationPlan([part.source for part in planned], record, tuple(notes))
+    return EvaluationPlan([part.source for part in planned], EvaluationRecord(sequences, weights), tuple(notes))
 
 
 def _held_out_source(
@@ -111,68 +98,31 @@ def _held_out_source(
     config = opened.config.data
     loader, counts, weights_now = open_loader(opened.data.training, config, split="held_out")
     weights = first.weights if first.weights.keys() == weights_now.keys() else weights_now
-    samples = {each.name: each for each in loader.reader.sources}
-    shares = tuple(weights[name] for name in samples)
-    return _planned(opened, loader, config, samples, counts, shares, first), weights
+    sets = {samples.name: samples for samples in loader.reader.sources}
+    definitions = tuple(_definition(config, samples, counts[name]) for name, samples in sets.items())
+    shares, batches = tuple(weights[name] for name in sets), batch_opener(loader, opened.processes)
+    return PlannedSource(EvaluationSource(tuple(sets), batches, shares, definitions), counts), weights
 
 
 def _folder_source(
-    opened: Opened,
-    folder: EvaluationFolder,
-    datasets: OpenedDatasets,
-    open_loader: LoaderOpener,
-    first: EvaluationRecord,
+    opened: Opened, folder: EvaluationFolder, datasets: OpenedDatasets, open_loader: LoaderOpener
 ) -> PlannedSource:
     """Return the source of a folder of `--eval_datasets`, which is one set."""
     loader, counts, _ = open_loader(datasets, folder.config, split="train")
     [samples] = loader.reader.sources
-    count = counts[samples.name]
-    return _planned(opened, loader, folder.config, {folder.name: samples}, {folder.name: count}, (1,), first)
+    definition = _definition(folder.config, samples, counts[samples.name])
+    source = EvaluationSource((folder.name,), batch_opener(loader, opened.processes), (1,), (definition,))
+    return PlannedSource(source, {folder.name: counts[samples.name]})
 
 
-def _planned(
-    opened: Opened,
-    loader: Loader,
-    config: DataConfig,
-    samples: dict[str, Samples],
-    counts: dict[str, int],
-    weights: tuple[int, ...],
-    first: EvaluationRecord,
-) -> PlannedSource:
-    definitions = tuple(_definition(config, name, each, counts[name], first) for name, each in samples.items())
-    source = EvaluationSource(tuple(samples), batch_opener(loader, opened.processes), weights, definitions)
-    return PlannedSource(source, samples, counts)
-
-
-def _definition(
-    config: DataConfig, name: str, samples: Samples, sequences: int, first: EvaluationRecord
-) -> dict[str, Any]:
+def _definition(config: DataConfig, samples: Samples, sequences: int) -> dict[str, Any]:
     """Return everything that the loss on a set depends on besides the model, as JSON values."""
-    definition = {
+    return {
         "seq_length": config.seq_length,
         "document_mask": config.document_mask,
         "data": samples.fingerprint,
         "sequences": sequences,
     }
-    return definition | ({"content": _content(samples)} if _is_changed(name, samples, first) else {})
-
-
-def _is_changed(name: str, samples: Samples, first: EvaluationRecord) -> bool:
-    """Return whether the files of a set have other content than at the first start that knew the set."""
-    content = _content(samples)
-    return bool(content) and first.contents.get(name, content) != content
-
-
-def _content(samples: Samples) -> str:
-    content: str = samples.fingerprint.get("content", "")
-    return content
-
-
-def _describe_change(name: str, samples: Samples, first: EvaluationRecord) -> str | None:
-    if not _is_changed(name, samples, first):
-        return None
-    changes = f" ({samples.changes})" if samples.changes else ""
-    return f"evaluation set {name} has other files than at the first start{changes}: it is another set"
 
 
 def _check_best_by(opened: Opened, counts: dict[str, int]) -> None:

@@ -58,11 +58,14 @@ def open_ranges(path: Location) -> Iterator[ReadRange]:
         yield lambda begin, size: os.pread(file.fileno(), size, begin)
 
 
-def content_record(read: ReadRange, begin: int, end: int, layout: DocumentLayout | None = None) -> int:
+def content_record(path: Location, begin: int, end: int, layout: DocumentLayout | None = None) -> int:
     """Return the record of the bytes [begin, end) of a file, below 2**64.
 
     Args:
         layout: documents of a whole token file.
+
+    Raises:
+        OSError: the file is unreadable; a StoreError if its store fails.
     """
     size, borders = end - begin, 0
     parts = [(0, size)] if size <= _WHOLE_BYTES else [(place, PART_BYTES) for place in _keyed_places(size)]
@@ -70,8 +73,9 @@ def content_record(read: ReadRange, begin: int, end: int, layout: DocumentLayout
         filled = layout.lengths > 0  # the place of an empty document is free
         borders = zlib.crc32(layout.lengths.astype("<i8").data, zlib.crc32(layout.offsets[filled].astype("<i8").data))
     checksum = 0
-    for place, count in parts:
-        checksum = zlib.crc32(read(begin + place, count), checksum)
+    with open_ranges(path) as read:
+        for place, count in parts:
+            checksum = zlib.crc32(read(begin + place, count), checksum)
     return combine(size, checksum, borders)
 
 

@@ -22,7 +22,7 @@ from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import VIRTUAL_BOS, Index
 from pretraining.data.storage.open_files import OpenFile
-from pretraining.data.storage.store_files import Chunk, ChunkCache, ChunkCuts, StoreFile
+from pretraining.data.storage.store_files import ChunkCache, ChunkCuts, ReadableChunk, StoreFile
 from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
 from pretraining.object_store import StorePath
@@ -184,7 +184,7 @@ class DocumentReader:
         )
 
 
-def _read_singly(file: Chunk, dtype: np.dtype[Any], pieces: _Pieces, run: slice, target: np.ndarray) -> None:
+def _read_singly(file: ReadableChunk, dtype: np.dtype[Any], pieces: _Pieces, run: slice, target: np.ndarray) -> None:
     """Read each piece of a run separately."""
     itemsize = target.itemsize
     content = target.data.cast("B")

@@ -87,8 +87,7 @@ def write_record(path: Path, layout: DocumentLayout, read_as: str) -> None:
         read_as: settings that the layout depends on (`index_files.read_as`).
     """
     size = path.stat().st_size
-    with open_ranges(path) as read:
-        record = content_record(read, 0, size, layout)
+    record = content_record(path, 0, size, layout)
     ends, filled = layout.offsets + layout.lengths * layout.width, layout.lengths > 0
     firsts = layout.tokens[layout.offsets[filled] // layout.width]
     lasts = layout.tokens[ends[filled] // layout.width - 1]
@@ -123,8 +122,7 @@ def read_record(
         if np.isin((firsts, lasts), strip_tokens).sum() > _MOST_STRIPPED_SHARE * count:
             return None
         layout = _layout(place, size, gaps, lengths.astype(np.int64), firsts, lasts)
-        with open_ranges(place) as read:
-            found = content_record(read, 0, size, layout)
+        found = content_record(place, 0, size, layout)
         return (layout, found) if found == header["content"] else None
     except (OSError, ValueError, KeyError, IndexError, TypeError, zlib.error):
         return None

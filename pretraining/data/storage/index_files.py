@@ -29,7 +29,7 @@ import numpy as np
 from pretraining.config.plugins import plugin_errors
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
-from pretraining.data.storage.content import content_record, digest_of_records, open_ranges
+from pretraining.data.storage.content import content_record, digest_of_records
 from pretraining.data.storage.dataset_files import DatasetFiles, describe_changes, index_folders
 from pretraining.data.storage.document_records import check_version, local_copy, read_record, unrecorded_bytes
 from pretraining.data.storage.index import (
@@ -154,8 +154,7 @@ def read_local(files: DatasetFiles, token_format: TokenFormat, number: int, path
     with plugin_errors("file_type", files.file_type):
         layout = token_format.documents(path)
     try:
-        with open_ranges(Path(path)) as read:
-            return layout, content_record(read, 0, files.sizes[number], layout)
+        return layout, content_record(Path(path), 0, files.sizes[number], layout)
     except OSError as error:
         raise DataError(f"cannot be read: {reason_of(error)}", path=path) from error
 

@@ -62,7 +62,7 @@ _STALE_SECONDS = 3600.0
 _CHECKSUM_BYTES = 4
 
 
-class Chunk(Protocol):
+class ReadableChunk(Protocol):
     """A part of an object, readable by position in the object."""
 
     def read_into(self, target: memoryview, offset: int) -> None:
@@ -87,7 +87,9 @@ class _DiskChunk(OpenFile):
         again: returns another chunk if the file cannot be read any more.
     """
 
-    def __init__(self, path: Path, begin: int, size: int, again: Callable[[], Chunk], *, is_checked: bool) -> None:
+    def __init__(
+        self, path: Path, begin: int, size: int, again: Callable[[], ReadableChunk], *, is_checked: bool
+    ) -> None:
         """Open a file; raise a DataError if it is missing, unreadable or, unless it was checked before, damaged."""
         self._begin, self._again, self.touched = begin, again, 0.0
         super().__init__(str(path), size + _CHECKSUM_BYTES)
@@ -134,11 +136,11 @@ class ChunkCache:
         self._has_warned = False
         self.fetched_bytes = self.fetches = 0
 
-    def get(self, file: StoreFile, number: int) -> Chunk:
+    def get(self, file: StoreFile, number: int) -> ReadableChunk:
         """Return a chunk of a file; fetch it unless this process, another thread or the folder has it."""
         return self._held.get(file.keys[number], lambda: self._find(file, number))
 
-    def peek(self, key: str) -> Chunk | None:
+    def peek(self, key: str) -> ReadableChunk | None:
         """Return a chunk that this process has."""
         return self._held.peek(key)
 
@@ -187,7 +189,7 @@ class ChunkCache:
         self._checked.add(key)
         return chunk
 
-    def _replace(self, file: StoreFile, number: int) -> Chunk:
+    def _replace(self, file: StoreFile, number: int) -> ReadableChunk:
         """Return a chunk whose file has become unreadable."""
         self._held.drop(file.keys[number])
         self._checked.discard(file.keys[number])
@@ -270,7 +272,7 @@ class StoreFile:
         self._opened: list[pyarrow.NativeFile] = []
         self._failures: dict[int, tuple[float, str]] = {}
 
-    def part(self, begin: int, end: int) -> Chunk:
+    def part(self, begin: int, end: int) -> ReadableChunk:
         """Return what reads bytes [begin, end) faster: their chunk, if it is one."""
         number = bisect_right(self.cuts, begin) - 1
         return self.chunk(number) if end <= self.cuts[number + 1] else self
@@ -283,7 +285,7 @@ class StoreFile:
             self.chunk(number).read_into(target[:count], offset)
             target, offset = target[count:], offset + count
 
-    def chunk(self, number: int) -> Chunk:
+    def chunk(self, number: int) -> ReadableChunk:
         """Return a chunk by its number; fetch it if it is missing."""
         return self._cache.peek(self.keys[number]) or self._cache.get(self, number)
 

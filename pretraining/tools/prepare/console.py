@@ -13,7 +13,7 @@ from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.estimate.costs import parameter_count
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_seconds
-from pretraining.tools.prepare.records import Counts, PrepareSummary
+from pretraining.tools.prepare.records import PrepareCounts, PrepareSummary
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +34,12 @@ class Progress:
     """
 
     def __init__(self, title: str, total_bytes: int, done_bytes: int) -> None:
-        self.done = Counts()
+        self.done = PrepareCounts()
         self._title = title
         self._total_bytes, self._done_bytes = total_bytes, done_bytes
         self._began = self._shown_at = time.monotonic()
 
-    def add(self, more: Counts) -> None:
+    def add(self, more: PrepareCounts) -> None:
         """Add the counts since the last call."""
         self.done += more
         now = time.monotonic()
@@ -58,7 +58,7 @@ class Progress:
         log.info("%s: %s%s, %s%s%s", self._title, share, documents, tokens, speed, left)
 
 
-def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> None:
+def print_summary(summary: PrepareSummary, done: PrepareCounts | None = None, seconds: float = 0.0) -> None:
     """Print a dataset, and the command to train on it.
 
     Args:

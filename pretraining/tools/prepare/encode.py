@@ -40,9 +40,9 @@ from pretraining.tools.prepare.chats import ChatRenderer, Marks
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS, Document, end_of_piece
 from pretraining.tools.prepare.records import (
     UNKNOWN_VOCABULARIES,
-    Counts,
     Encoder,
     Encoding,
+    PrepareCounts,
     UnitRecord,
     WorkFolder,
     read_content,
@@ -65,7 +65,7 @@ CHECKED_FIRST_CHARACTERS = 1 << 17
 """Text at the beginning of a unit that is checked; the reference takes about 60 ms for it."""
 _WITHOUT_FASTOKENS = "Run the command again with --encoder=tokenizers, which is slower"
 
-Report = Callable[[Counts], None]
+Report = Callable[[PrepareCounts], None]
 """Receives the counts since its last call."""
 TextEncoder = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
 """Takes N texts; returns their concatenated ids [T], and the number of ids of each text [N]."""
@@ -176,7 +176,7 @@ def _exit_with(parent: Connection) -> None:
     os._exit(0)
 
 
-def _encode_in_process(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int) -> Counts:
+def _encode_in_process(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int) -> PrepareCounts:
     with output_errors(work.root, name_flag="--dataset or --output_path"):
         return encode_unit(unit, encoding, work, threads, lambda counts: None)
 
@@ -184,7 +184,7 @@ def _encode_in_process(unit: Unit, encoding: Encoding, work: WorkFolder, threads
 # One unit
 
 
-def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> Counts:
+def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> PrepareCounts:
     """Write the token files of a unit, then its done file; return the counts."""
     work.clear(unit)
     record = UnitRecord(encoding.key(unit))
@@ -217,7 +217,7 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
                 record.add_bad_records(faults)
             written = lengths[lengths > 0]
             writer.write(complete, written)
-            counts += Counts(len(written), len(complete), len(lengths) - len(written))
+            counts += PrepareCounts(len(written), len(complete), len(lengths) - len(written))
             counts.marked_documents = int(marks.sum())
             record.counts += counts
             record.largest_token = max(record.largest_token, int(complete.max(initial=0)) if len(complete) else -1)
@@ -280,7 +280,7 @@ class _Encoded(NamedTuple):
     batch: _Batch
     tokens: np.ndarray
     lengths: np.ndarray
-    counts: Counts
+    counts: PrepareCounts
     marked: list[int]
     lost: Document | None = None
 
@@ -338,7 +338,7 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
                     f"tokenizers {version('tokenizers')}. {_WITHOUT_FASTOKENS}"
                 )
         text_bytes = sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
-        counts = Counts(characters=sum(map(len, texts)), text_bytes=text_bytes, input_bytes=_bytes_read(batch))
+        counts = PrepareCounts(characters=sum(map(len, texts)), text_bytes=text_bytes, input_bytes=_bytes_read(batch))
         lost = None
         if count_losses is not None and (losses := count_losses(texts, ids, lengths)).any():
             counts.lost, lost = int(losses.sum()), batch.pieces[np.flatnonzero(losses)[0]]
@@ -382,7 +382,7 @@ def _convert_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
             raise piece.error(f"{found}, but {_describe_limit(encoding, int(ids[wrong]))}")
         tokens.append(ids.astype(encoding.dtype))
     lengths = np.array([len(ids) for ids in tokens])
-    return _Encoded(batch, np.concatenate(tokens), lengths, Counts(input_bytes=_bytes_read(batch)), [])
+    return _Encoded(batch, np.concatenate(tokens), lengths, PrepareCounts(input_bytes=_bytes_read(batch)), [])
 
 
 def _describe_limit(encoding: Encoding, token: int) -> str:

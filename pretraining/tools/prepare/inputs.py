@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.data.storage.content import PART_BYTES, content_record, open_ranges
+from pretraining.data.storage.content import PART_BYTES, content_record
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, STATE_FILE, saved_files, walk_folders
 from pretraining.data.storage.doubts import split_of
 from pretraining.data.storage.token_format import beginning_of
@@ -334,8 +334,8 @@ def _beginning(file: InputFile) -> Hashable:
 
 def _content(file: InputFile) -> Hashable:
     """Return the record of the content of a file, or the file itself if it cannot be read."""
-    with suppress(OSError), open_ranges(file.path) as read:
-        return content_record(read, 0, file.size)
+    with suppress(OSError):
+        return content_record(file.path, 0, file.size)
     return file
 
 

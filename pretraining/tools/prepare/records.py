@@ -12,7 +12,7 @@ units that have no done file. The file `prepare.json` holds no times and no path
 
 Just before a part of the input is encoded, its content is recorded in the done file of its unit. The file prepare.json
 has a digest of all records, and .inputs.json beside it the records, and the times of change that were seen with them: a
-part with another time is read again. A dataset of an earlier version has neither, and is not compared.
+part with another time is read again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pretraining.data.storage.content import combine, content_record, digest_of_records, open_ranges, time_of_change
+from pretraining.data.storage.content import combine, content_record, digest_of_records, time_of_change
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.threads import map_in_order
 from pretraining.data.tokenizer import Tokenizer
@@ -43,13 +43,11 @@ INPUTS_FILE = ".inputs.json"
 """Records of the input of a dataset, in its folder."""
 Content = tuple[int, int]
 """Digest of the times of change of a part's files, and record of their content."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Format of prepare.json."""
 UNKNOWN_VOCABULARIES = {16: 1 << 16, 32: 1 << 32}
 """Upper bound of ids of an unknown tokenizer, by the bits that hold them."""
 _RECORD_FORMAT = 5
-_NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
-"""Counts that every prepare.json has; older ones lack others."""
 _MOST_BAD_RECORDS = 100
 """Bad records that prepare.json names; it counts all."""
 
@@ -57,7 +55,7 @@ Encoder = Literal["fastokens", "tokenizers"]
 
 
 @dataclass
-class Counts:
+class PrepareCounts:
     """Amounts read and written.
 
     Attributes:
@@ -79,8 +77,8 @@ class Counts:
     marked_documents: int = 0
     lost: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: PrepareCounts) -> PrepareCounts:
+        return PrepareCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class UnitRecord:
     """
 
     key: str
-    counts: Counts = field(default_factory=Counts)
+    counts: PrepareCounts = field(default_factory=PrepareCounts)
     largest_token: int = -1
     files: list[TokenFile] = field(default_factory=list)
     bad_records: list[str] = field(default_factory=list)
@@ -173,7 +171,7 @@ class WorkFolder:
         files = [TokenFile(**entry) for entry in content["files"]]
         if any(_size(self.files / file.name) != file.bytes for file in files):
             return None
-        record = UnitRecord(**content | {"files": files, "counts": Counts(**content["counts"])})
+        record = UnitRecord(**content | {"files": files, "counts": PrepareCounts(**content["counts"])})
         return None if record.bad_records and not encoding.skip_bad else record
 
     def write_record(self, unit: Unit, record: UnitRecord) -> None:
@@ -185,7 +183,7 @@ class WorkFolder:
 
 
 @dataclass(kw_only=True)
-class PrepareSummary(Counts):
+class PrepareSummary(PrepareCounts):
     """A prepared dataset with its counts, as recorded in prepare.json.
 
     Attributes:
@@ -195,7 +193,7 @@ class PrepareSummary(Counts):
         vocab_size: upper bound of ids.
         bad_record_names: the first records that cannot be read.
         first_loss: place of the first text that the tokenizer cannot encode.
-        input_content: digest of the records of the input; None in an earlier version.
+        input_content: digest of the records of the input.
     """
 
     folder: Path
@@ -204,9 +202,9 @@ class PrepareSummary(Counts):
     tokenizer: str | None
     vocab_size: int
     end_of_text: int | None
-    bad_record_names: Sequence[str] = ()
-    first_loss: str = ""
-    input_content: str | None = None
+    bad_record_names: Sequence[str]
+    first_loss: str
+    input_content: str
 
     @property
     def token_bytes(self) -> int:
@@ -218,7 +216,7 @@ def manifest(
     settings: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, dtype: str, records: Sequence[UnitRecord]
 ) -> str:
     """Return the content of prepare.json; `tokenizer` is None for token ids of an unknown tokenizer."""
-    counts = sum((record.counts for record in records), Counts())
+    counts = sum((record.counts for record in records), PrepareCounts())
     contents = [each for record in records for each in record.contents]
     content = {
         "format_version": FORMAT_VERSION,
@@ -254,17 +252,12 @@ def read_summary(folder: Location) -> PrepareSummary:
         if content["format_version"] != FORMAT_VERSION:
             raise ValueError(f"it has format {content['format_version']}, this version reads format {FORMAT_VERSION}")
         files = tuple(TokenFile(**entry) for entry in content["files"])
-        settings = dict(content["settings"])
-        found = {
-            **content,
-            **content["tokenizer"],
-            "settings": settings,
-            "tokenizer": content["tokenizer"]["sha256"],
-            "files": files,
-        }
-        present = {each.name: found[each.name] for each in fields(PrepareSummary) if each.name in found}
-        summary = PrepareSummary(folder=Path(str(folder)), **present)
-        numbers = [*(content[name] for name in _NUMBERS), summary.vocab_size, *(file.bytes for file in files)]
+        tokenizer = dict(content["tokenizer"])
+        values = {**content, **tokenizer, "tokenizer": tokenizer["sha256"], "files": files}
+        values |= {"folder": Path(str(folder)), "settings": dict(content["settings"]), "input_bytes": 0}
+        summary = PrepareSummary(**{each.name: values[each.name] for each in fields(PrepareSummary)})
+        counts = [getattr(summary, each.name) for each in fields(PrepareCounts)]
+        numbers = [*counts, summary.vocab_size, *(file.bytes for file in files)]
         if {*map(type, numbers)} != {int} or not all(isinstance(token_file.name, str) for token_file in files):
             raise ValueError("a value has a wrong type")
         return summary
@@ -289,7 +282,7 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
             return None
         problem = f"it exists and was not made by `pretrain prepare` (it has no {MANIFEST_FILE})"
         raise DataError(f"{problem}. Choose another --dataset or --output_path", path=folder) from None
-    made, wanted = {"special_tokens": "text", **summary.settings}, dict(settings)
+    made, wanted = dict(summary.settings), dict(settings)
     if summary.tokenizer is not None:
         made["tokenizer"] = summary.tokenizer
         wanted["tokenizer"] = None if tokenizer is None else tokenizer.sha256
@@ -320,20 +313,23 @@ def _size(path: Path) -> int | None:
 def read_content(part: Part) -> Content:
     """Return the content of a part; raise a DataError if it cannot be read."""
     try:
-        time, records = _time_of(part), []
-        for path, begin, end in part.raw:
-            with open_ranges(path) as read:
-                records.append(content_record(read, begin, end))
+        return _time_of(part), combine(*(content_record(*raw_range) for raw_range in part.raw))
     except OSError as error:
         raise DataError(f"it cannot be read: {reason_of(error)}", path=error.filename or part.name) from error
-    return time, combine(*records)
 
 
-def changed_parts(parts: Sequence[Part], contents: Sequence[Content]) -> list[Part]:
-    """Return the parts whose content is not the recorded one. Unchanged times cost no read."""
-    pairs = [(part, record) for part, (time, record) in zip(parts, contents, strict=True) if time != _time_of(part)]
-    now = map_in_order(read_content, [part for part, _ in pairs], usable_cores())
-    return [part for (part, record), (_, found) in zip(pairs, now, strict=True) if found != record]
+def contents_now(parts: Sequence[Part], noted: Sequence[Content]) -> list[Content]:
+    """Return the content of each part. A part with the noted time of change has the noted content, and is not read."""
+    times = [_time_of(part) for part in parts]
+    stale = [part for part, time, (noted_time, _) in zip(parts, times, noted, strict=True) if time != noted_time]
+    read = map_in_order(read_content, stale, usable_cores())
+    return [content if content[0] == time else next(read) for content, time in zip(noted, times, strict=True)]
+
+
+def changed_parts(parts: Sequence[Part], noted: Sequence[Content]) -> list[Part]:
+    """Return the parts whose content is not the noted one."""
+    pairs = zip(parts, noted, contents_now(parts, noted), strict=True)
+    return [part for part, (_, before), (_, now) in pairs if before != now]
 
 
 def times_of(parts: Sequence[Part]) -> str:
@@ -346,29 +342,23 @@ def inputs_document(contents: Sequence[Content]) -> str:
     return json.dumps({"contents": contents})
 
 
-def check_input(folder: Path, digest: str | None, parts: Sequence[Part]) -> None:
+def check_input(folder: Path, digest: str, parts: Sequence[Part]) -> None:
     """Raise a DataError if the input is not the one that a dataset was prepared from.
 
     Args:
         folder: of the dataset.
-        digest: of the records, from prepare.json; None in an earlier version.
+        digest: of the records, from prepare.json.
     """
-    if digest is None:
-        return
-    times, noted = [_time_of(part) for part in parts], _read_note(folder, digest)
-    if times == [time for time, _ in noted] or len(noted) not in (0, len(parts)):  # cut by another version
-        return
-    noted = noted or [(-1, -1)] * len(parts)
-    stale = [number for number, (time, _) in enumerate(noted) if time != times[number]]
-    read = map_in_order(lambda number: read_content(parts[number]), stale, usable_cores())
-    found = dict(zip(stale, read, strict=True))
-    now = [found.get(number, content) for number, content in enumerate(noted)]
+    noted = _read_note(folder, digest, len(parts))
+    now = contents_now(parts, noted)
     if digest_of_records(record for _, record in now) != digest:
-        changed = {parts[number].source_name for number, content in found.items() if noted[number][1] != content[1]}
-        named = f"changed in content: {list_some(sorted(changed), 12)}"
-        raise DataError(f"it was prepared from other text ({named}). {remedy_for(folder)}", path=folder)
-    with suppress(OSError):  # then the next call reads these parts again
-        write_atomic(folder / INPUTS_FILE, inputs_document(now))
+        pairs = zip(parts, noted, now, strict=True)
+        changed = sorted({part.source_name for part, (_, before), (_, found) in pairs if before != found})
+        problem = f"it was prepared from other text (changed in content: {list_some(changed, 12)})"
+        raise DataError(f"{problem}. {remedy_for(folder)}", path=folder)
+    if now != noted:
+        with suppress(OSError):  # then the next call reads these parts again
+            write_atomic(folder / INPUTS_FILE, inputs_document(now))
 
 
 def remedy_for(folder: Location) -> str:
@@ -376,13 +366,13 @@ def remedy_for(folder: Location) -> str:
     return f"Choose another --dataset or --output_path, or delete {folder} to prepare it again"
 
 
-def _read_note(folder: Path, digest: str) -> list[Content]:
-    """Return the recorded content of each part; empty if the file is lost, damaged or of another dataset."""
-    try:
+def _read_note(folder: Path, digest: str, count: int) -> list[Content]:
+    """Return the noted content of each part; of none if the file is lost, damaged or of another dataset."""
+    with suppress(OSError, KeyError, TypeError, ValueError, OverflowError):
         contents = [(int(time), int(record)) for time, record in read_object(folder / INPUTS_FILE)["contents"]]
-        return contents if digest_of_records(record for _, record in contents) == digest else []
-    except (OSError, KeyError, TypeError, ValueError, OverflowError):
-        return []
+        if len(contents) == count and digest_of_records(record for _, record in contents) == digest:
+            return contents
+    return [(-1, -1)] * count
 
 
 def _time_of(part: Part) -> int:

@@ -28,13 +28,13 @@ LARGEST_DOCUMENT_TOKENS = 2**31 - 1 - BATCH_TOKENS
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A finished file; crc32 has eight hexadecimal digits, and is None if an older release wrote the file."""
+    """A finished file; crc32 has eight hexadecimal digits."""
 
     name: str
     documents: int
     tokens: int
     bytes: int
-    crc32: str | None = None
+    crc32: str
 
 
 class TokenWriter:

@@ -24,7 +24,6 @@ from pretraining.config.recipes import load_config
 from pretraining.config.training import NO_TOKEN, TrainConfig
 from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import with_checksum
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.train.complete import find_and_complete
@@ -77,10 +76,10 @@ def data(prepared: Path, tmp_path: Path) -> Path:
 
 
 def rewrite(data: Path, name: str = "web", **changes: object) -> None:
-    """Change the record of the tokenizer in a prepare.json; None removes an entry, as older versions wrote it."""
+    """Change the record of the tokenizer in a prepare.json."""
     content = json.loads((data / "web/prepare.json").read_text())
-    kept = {key: value for key, value in (content["tokenizer"] | changes).items() if value is not None}
-    (data / name / "prepare.json").write_text(json.dumps({**content, "tokenizer": kept}))
+    changed = {**content, "tokenizer": content["tokenizer"] | changes}
+    (data / name / "prepare.json").write_text(json.dumps(changed))
 
 
 def settings_of(run: Path) -> TrainConfig:
@@ -127,7 +126,7 @@ def test_a_resumed_run_keeps_what_its_checkpoint_recorded(data: Path, tmp_path: 
     start(tmp_path / "run", *flags, "run_steps=1", model=MODEL)
     settings = settings_of(tmp_path / "run")
     assert (settings.data.bos_token, settings.data.tokenizer_path, separator_of(tmp_path / "run")) == (5, str(data), 0)
-    # and one that began without, as those of earlier versions, stays without
+    # and one that began without stays without
     start(tmp_path / "old", *flags, "run_steps=1", model=MODEL)
     hidden.rename(data / "web/prepare.json")
     start(tmp_path / "old", *flags, "run_steps=1", model=MODEL)
@@ -180,11 +179,9 @@ def test_another_or_a_damaged_tokenizer_beside_the_data_is_not_taken(
 ) -> None:
     change(data)
     start(tmp_path / "run", f"data_path={data}", *COMMON, "vocab_size=384", "num_steps=1")
-    settings, is_old = (
-        settings_of(tmp_path / "run").data,
-        "begin_of_text" not in (data / "web/prepare.json").read_text(),
-    )
-    assert settings.bos_token == (None if is_old else 5) and (settings.tokenizer_path is None) != is_old
+    settings, recorded = settings_of(tmp_path / "run").data, json.loads((data / "web/prepare.json").read_text())
+    assert settings.bos_token == recorded["tokenizer"]["begin_of_text"]
+    assert (settings.tokenizer_path is None) == (settings.bos_token is not None)
     printed = "".join(capsys.readouterr())
     assert ("no tokenizer is used: " in printed) == bool(why) and why in printed
 
@@ -328,17 +325,6 @@ def test_evaluation_sets_count_at_a_start_and_in_an_evaluation(prepared: Path, t
             main(["train", *alone, "seq_length=32", sets])
         assert "that of the weights in" in str(ending.value.__context__)
         main(["train", *alone, "seq_length=32", sets, "accept_tokenizer=true"])
-
-
-def test_runs_of_earlier_versions_with_another_tokenizer_resume(prepared: Path, tmp_path: Path) -> None:
-    flags = [f"data_path={prepared / 'data'}", *COMMON, "vocab_size=384", f"tokenizer_path={prepared / 'wrong'}"]
-    start(tmp_path / "new", *flags, "accept_tokenizer=true", model=MODEL)
-    (manifest,) = (tmp_path / "new").glob("checkpoints/step_*/manifest.json")
-    document = json.loads(manifest.read_text())
-    del document["checksum"]
-    document["config"] = document["config"].replace("  accept_tokenizer: true\n", "")
-    manifest.write_text(json.dumps(with_checksum(document)))
-    start(tmp_path / "new", *flags, model=MODEL)
 
 
 @pytest.mark.parametrize("has_sentencepiece", [False, True])

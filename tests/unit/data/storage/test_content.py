@@ -27,7 +27,7 @@ from unit.data.token_files import (
 from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_indices, open_datasets
 from pretraining.data.storage import index_files
-from pretraining.data.storage.content import PART_BYTES, PARTS, _keyed_places, content_record, open_ranges
+from pretraining.data.storage.content import PART_BYTES, PARTS, _keyed_places, content_record
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index_files import build_index
 from pretraining.errors import DataError
@@ -196,8 +196,7 @@ def test_a_tenth_of_a_large_file_is_hardly_missed(tmp_path: Path) -> None:
 
     def record(values: np.ndarray) -> int:
         path.write_bytes(values.tobytes())
-        with open_ranges(path) as read:
-            return content_record(read, 0, size, layout)
+        return content_record(path, 0, size, layout)
 
     expected = record(content)
     changed = 0
@@ -225,11 +224,9 @@ def test_other_borders_of_documents_are_found_where_documents_are_known(tmp_path
     records = {}
     for size in (2**20, 2**20 + 1):
         path.write_bytes(bytes(size))
-        with open_ranges(path) as read:
-            for lengths in ([5, 7], [6, 6]):
-                layout = Mock(lengths=np.array(lengths), offsets=np.array([0, 5]))
-                records[size, *lengths] = content_record(read, 0, size, layout)
-            assert content_record(read, 0, size) == content_record(read, 0, size)
+        for lengths in ([5, 7], [6, 6]):
+            layout = Mock(lengths=np.array(lengths), offsets=np.array([0, 5]))
+            records[size, *lengths] = content_record(path, 0, size, layout)
     assert records[2**20, 5, 7] == records[2**20, 6, 6]
     assert records[2**20 + 1, 5, 7] != records[2**20 + 1, 6, 6]
 

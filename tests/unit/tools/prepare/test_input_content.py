@@ -113,23 +113,12 @@ def test_an_interrupted_preparation_encodes_again_what_has_changed(
     assert "a.jsonl has changed since it was encoded: encoding it again" in caplog.text
 
 
-def test_a_dataset_of_an_earlier_version_is_read_and_not_compared(config: PrepareConfig) -> None:
-    path, write = Path(config.input_path[0]) / "a.jsonl", WRITERS["a.jsonl"]
-    write(path, TEXTS)
-    summary = prepare(config)
-    manifest = summary.folder / "prepare.json"
-    record = json.loads(manifest.read_text()) | {"median_document_tokens": 7}
-    for name in ("input_content", "marked_documents", "lost", "first_loss"):
-        del record[name]
-    for entry in record["files"]:
-        del entry["crc32"]
-    assert record["settings"].pop("special_tokens") == "text"
-    manifest.write_text(json.dumps(record))
-    (manifest.parent / INPUTS_FILE).unlink()
-    exchange(path, CHANGED, write)
-    assert prepare(replace(config, special_tokens="text")).tokens == summary.tokens
-    with pytest.raises(DataError, match="special_tokens: it has text, requested is ids"):
-        prepare(replace(config, special_tokens="ids"))
+def test_a_dataset_of_an_earlier_version_is_refused_with_what_to_do(config: PrepareConfig) -> None:
+    WRITERS["a.jsonl"](Path(config.input_path[0]) / "a.jsonl", TEXTS)
+    manifest = prepare(config).folder / "prepare.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 1}))
+    with pytest.raises(DataError, match=r"format 1, this version reads format 2.*Choose another --dataset"):
+        prepare(config)
 
 
 # Hugging Face datasets, from local folders

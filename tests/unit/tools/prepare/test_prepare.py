@@ -25,7 +25,7 @@ from pretraining.tools.prepare import console, documents, encode, token_files, u
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.console import suggested_variant, training_flags
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.tools.prepare.records import Counts
+from pretraining.tools.prepare.records import PrepareCounts
 
 CaptureFixture = pytest.CaptureFixture[str]
 
@@ -379,6 +379,6 @@ def test_progress_is_a_line_now_and_then(
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     progress = console.Progress("encoding", total, total // 2)
     for _ in range(3):
-        progress.add(Counts(documents=15, tokens=3000, text_bytes=30_000_000, input_bytes=100))
+        progress.add(PrepareCounts(documents=15, tokens=3000, text_bytes=30_000_000, input_bytes=100))
     (line,) = caplog.messages
     assert "6,000 tokens (400/s)" in line and share in line and ("left" in line) == bool(total)

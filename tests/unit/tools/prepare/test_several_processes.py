@@ -31,7 +31,7 @@ from pretraining.tools.prepare import encode, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.encode import Report
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.tools.prepare.records import Counts, PrepareSummary
+from pretraining.tools.prepare.records import PrepareCounts, PrepareSummary
 
 TEXTS = [f"Document {n} for several machines. " * 9 for n in range(60)]
 
@@ -151,7 +151,7 @@ def test_an_error_in_a_process_is_the_error_of_the_call(pooled: PrepareConfig) -
 def test_a_killed_worker_fails_the_call(pooled: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
 
-    def kill_one(counts: Counts) -> None:
+    def kill_one(counts: PrepareCounts) -> None:
         if not killed:
             killed.append(multiprocessing.active_children()[0].pid or 0)
             os.kill(killed[0], signal.SIGKILL)
@@ -166,7 +166,7 @@ def test_a_killed_worker_fails_the_call(pooled: PrepareConfig, monkeypatch: pyte
 def test_an_interrupt_stops_all_processes_and_the_next_call_resumes(
     pooled: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(counts: Counts) -> None:
+    def interrupt(counts: PrepareCounts) -> None:
         if counts.documents:
             raise KeyboardInterrupt
 
