@@ -107,17 +107,30 @@ def build_run(plan: Plan, job: Job) -> Run:
     if plan.start is None:  # late, since it is slow: errors in the data settings come first
         initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
     run = _assemble(plan, _build_context(plan, model, optimizer, job.hook), job)
+    begin_training(optimizer)
     on_every_rank(job.requests.raise_if_pending)
-    if plan.rollback is None and plan.start is not None and plan.start.is_own:
-        others = run.checkpoints.take_over(plan.start, plan.state)
-        if plan.start.is_rewind:
-            paths = list(map(str, others))
-            job.status.events.add("return", plan.state.step, checkpoint=str(plan.start.path), set_aside=paths)
+    _take_over(run, job.status.events)
     on_rank_zero(lambda: _write_records(plan))
     on_every_rank(job.requests.raise_if_pending)
-    begin_training(optimizer)
     job.status.mark_training(plan.state)
     return run
+
+
+def _take_over(run: Run, events: Events) -> None:
+    """Make the start point the newest checkpoint of the run, and set aside what the run gives up; a collective call."""
+    start, rollback, step = run.plan.start, run.plan.rollback, run.state.step
+    if rollback is None and (start is None or not start.is_own):
+        return
+    others = run.checkpoints.take_over(start, run.state, rolls_back=rollback is not None)
+    paths = [str(path) for path in others]
+    if rollback is not None:
+        first, last, (begin, end) = rollback.before_step, rollback.last_step, rollback.samples
+        text = f"rollback {rollback.number} to before step {first}, skipping samples {begin}-{end - 1}"
+        log.info("step %d  %s", last, text)
+        details = {"number": rollback.number, "first_step": first, "samples": [begin, end - 1]}
+        events.add("rollback", last, **details, checkpoints_dropped=paths)
+    elif start is not None and start.is_rewind:
+        events.add("return", step, checkpoint=str(start.path), set_aside=paths)
 
 
 def restore_cpu_threads(

@@ -36,12 +36,20 @@ class Rollback:
     """State that a rollback keeps of the run that has diverged in this start.
 
     Attributes:
-        before_step: only checkpoints before this step are sound.
+        number: rollbacks since the run last got further.
+        before_step: first skipped update; only checkpoints before this step are sound.
+        last_step: last skipped update.
+        furthest: furthest step at which the run has diverged.
+        samples: global indices (first, end) of the samples of the skipped updates.
         skipped: samples to skip besides `--skip_samples`, by their numbers within datasets (`Mixture.numbers`).
         stop_step: last step of this invocation.
     """
 
+    number: int
     before_step: int
+    last_step: int
+    furthest: int
+    samples: Range
     skipped: Mapping[str, Sequence[Range]]
     stop_step: int
 

@@ -165,68 +165,35 @@ def train_with_rollbacks(given: TrainConfig, job: Job) -> Run:
         DivergenceError: no rollback is left.
         CheckpointError: no checkpoint is good, or one cannot be written or moved.
     """
-    excluded, opened = Excluded(), None
+    damaged, rollback, opened = dict[str, str](), None, None
     while True:
         _free_memory()  # of the run that was damaged or has diverged
-        config, start = find_and_complete(given, partial(_find_start, given, excluded))
+        config, start = find_and_complete(given, partial(_find_start, given, damaged, rollback))
         opened = open_run(config, start, job, opened)
         with explain_out_of_memory(config, opened.dims, job.processes):
             try:
-                plan = on_every_rank(partial(plan_run, config, start, opened, excluded.rollback))
+                plan = on_every_rank(partial(plan_run, config, start, opened, rollback))
                 run = build_run(plan, job)
             except OutdatedError as error:
                 log.info("%s", error)
                 continue
             except DamagedError as error:
-                excluded = excluded.with_damaged(start, error)
+                assert start is not None
+                is_named = str(start.path) in str(error)
+                damaged[start.source] = str(error) if is_named else f"{start.path}: {error}"
                 continue
-            if excluded.divergence is not None:
-                _log_rollback(run, excluded, _go_back(run))
             divergence = _train_until_divergence(run)
         if divergence is None:
             return run
-        excluded = excluded.with_divergence(run, divergence)
-        del run
+        rollback = _rollback_from(run, divergence)
+        del run, plan
 
 
-@dataclass(frozen=True)
-class Excluded:
-    """What a start leaves out: checkpoints known to be damaged and, after a divergence, newer ones and samples.
-
-    Attributes:
-        damaged: faults by `CheckpointRef.source`.
-        rollback: None = the run has not diverged in this start.
-        divergence: the newest one.
-        rollbacks: rollbacks since the run last got further.
-        furthest: step of the furthest divergence.
-    """
-
-    damaged: Mapping[str, str] = field(default_factory=dict)
-    rollback: Rollback | None = None
-    divergence: DivergenceError | None = None
-    rollbacks: int = 0
-    furthest: int = 0
-
-    def with_damaged(self, start: CheckpointRef | None, error: DamagedError) -> Excluded:
-        """Leave out a start point, too."""
-        assert start is not None
-        fault = str(error) if str(start.path) in str(error) else f"{start.path}: {error}"
-        return replace(self, damaged={**self.damaged, start.source: fault})
-
-    def with_divergence(self, run: Run, divergence: DivergenceError) -> Excluded:
-        """Leave out what a run has done since its divergence; raise the divergence if no rollback is left."""
-        rollbacks = 1 if divergence.first_step > self.furthest else self.rollbacks + 1
-        if rollbacks > run.plan.config.guard.max_rollbacks:
-            raise divergence
-        furthest, rollback = max(self.furthest, divergence.last_step), _rollback_from(run, divergence)
-        return replace(self, rollback=rollback, divergence=divergence, rollbacks=rollbacks, furthest=furthest)
-
-
-def _find_start(given: TrainConfig, excluded: Excluded) -> CheckpointRef | None:
+def _find_start(given: TrainConfig, damaged: Mapping[str, str], rollback: Rollback | None) -> CheckpointRef | None:
     """Find the start point, here or in the mirror; raises as `find_start`."""
-    before = None if excluded.rollback is None else excluded.rollback.before_step
-    tries = TRIES_OF_START if excluded.damaged or excluded.rollback else 1
-    return find_start(given.checkpoint, excluded.damaged, before, list_copies(given.checkpoint, tries))
+    tries = TRIES_OF_START if damaged or rollback is not None else 1
+    before = None if rollback is None else rollback.before_step
+    return find_start(given.checkpoint, damaged, before, list_copies(given.checkpoint, tries))
 
 
 def _train_until_divergence(run: Run) -> DivergenceError | None:
@@ -244,32 +211,19 @@ def _free_memory() -> None:
 
 
 def _rollback_from(run: Run, divergence: DivergenceError) -> Rollback:
-    """Return what a rollback keeps of a run: global samples may get other global numbers, back before a phase."""
-    loader, before = run.plan.loader, run.plan.rollback
-    skipped = dict[str, Sequence[Range]](before.skipped if before is not None else {})
-    for name, ranges in loader.reader.mixture.numbers([divergence.samples]).items():
-        skipped[name] = [*skipped.get(name, ()), *ranges]
-    return Rollback(divergence.first_step, skipped, run.state.stop_step)
+    """Return what a rollback keeps of a run; raise the divergence if no rollback is left.
 
-
-def _go_back(run: Run) -> list[Path]:
-    """Make the target of a rollback the newest checkpoint, and return those that are set aside; a collective call.
-
-    They hold weights after the divergence, or a data position before the skipped samples.
+    Samples are kept by their numbers within datasets: global samples may get other global numbers before a phase.
     """
-    return run.checkpoints.take_over(run.plan.start, run.state, rolls_back=True)
-
-
-def _log_rollback(run: Run, excluded: Excluded, newer: Sequence[Path]) -> None:
-    divergence, number = excluded.divergence, excluded.rollbacks
-    assert divergence is not None
-    first, last, (begin, end) = divergence.first_step, divergence.last_step, divergence.samples
-    text = f"rollback {number} to before step {first}, skipping samples {begin}-{end - 1}"
-    log.info("step %d  %s", last, text)
-    dropped, samples = [str(path) for path in newer], [begin, end - 1]
-    run.observer.events.add(
-        "rollback", last, number=number, first_step=first, samples=samples, checkpoints_dropped=dropped
-    )
+    before, first, last = run.plan.rollback, divergence.first_step, divergence.last_step
+    number = 1 if before is None or first > before.furthest else before.number + 1
+    if number > run.plan.config.guard.max_rollbacks:
+        raise divergence
+    furthest = last if before is None else max(before.furthest, last)
+    skipped = dict[str, Sequence[Range]]({} if before is None else before.skipped)
+    for name, ranges in run.plan.loader.reader.mixture.numbers([divergence.samples]).items():
+        skipped[name] = [*skipped.get(name, ()), *ranges]
+    return Rollback(number, first, last, furthest, divergence.samples, skipped, run.state.stop_step)
 
 
 @contextmanager

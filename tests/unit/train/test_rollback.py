@@ -23,6 +23,7 @@ from unit.train.whole_runs import (
 
 from pretraining.checkpoint import manager
 from pretraining.object_store import Store, StoreError
+from pretraining.train import build as build_module
 from pretraining.train import run as run_module
 
 GUARDS = ("max_skipped_steps=2", "max_rollbacks=1")
@@ -93,7 +94,7 @@ STAGES = {
     "before a target is found": (run_module, "_rollback_from"),
     "before the target gets its manifest": (manager, "replace_manifest"),
     "before newer checkpoints are set aside": (manager, "set_aside_others"),
-    "before training continues": (run_module, "_log_rollback"),
+    "before training continues": (build_module, "_write_records"),
 }
 
 
