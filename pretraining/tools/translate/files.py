@@ -37,7 +37,10 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 def read_settings(path: Path) -> dict[str, str | None]:
     """Return the settings of a file by dotted key; raise a ConfigError if it is unreadable, invalid or empty."""
-    return dict(_flatten(_read_tree(path), ""))
+    settings = dict(_flatten(_read_tree(path), ""))
+    if not settings:
+        raise ConfigError(f"{path} has no settings: write `name: value` on each line")
+    return settings
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
@@ -49,9 +52,9 @@ def _read_tree(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path} cannot be read: {error}") from error
     else:
         tree = parse_tree(content, str(path), path.suffix)
-    if not isinstance(tree, dict) or not tree:
-        raise ConfigError(f"{path} has no settings: write `name: value` on each line")
-    return tree
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{path} has no names of settings: write `name: value` on each line")
+    return tree or {}
 
 
 def _flatten(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, str | None]]:
@@ -109,7 +112,7 @@ def compose(path: Path, name: str, typed: Mapping[str, str | None]) -> tuple[lis
 def _read_section(path: Path, section: str) -> list[Given]:
     """Return the settings of a file that is a section, whether or not its lines stand under the section's name."""
     file = f"{str(path).removesuffix('.yaml')}.yaml"
-    settings = dict(_flatten(parse_tree(read_text(Path(file), file), file) or {}, ""))
+    settings = dict(_flatten(_read_tree(Path(file)), ""))
     above = "" if any(key.partition(".")[0] == section for key in settings) else f"{section}."
     return [Given(f"{above}{key}", text, file) for key, text in settings.items()]
 

@@ -319,6 +319,7 @@ COMPOSITIONS = {
     "- [a]": "['a']",
     "- {optimizer: null}": "",
     "- empty": "",
+    "- list": "list.yaml has no names",
 }
 
 
@@ -326,6 +327,7 @@ COMPOSITIONS = {
 def test_the_forms_of_a_default(entry: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"defaults:\n  {entry}\ntrain: {{max_steps: 5}}\n")
     (tmp_path / "empty.yaml").touch()
+    (tmp_path / "list.yaml").write_text("[1]")
     if not COMPOSITIONS[entry]:
         assert values(str(tmp_path / "config.yaml"))["num_steps"] == "5"
         return
