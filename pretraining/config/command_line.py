@@ -68,7 +68,7 @@ def read_words(root: type, words: Sequence[str]) -> list[Assignment]:
     """Return the assignments of a command line, without those whose setting a later one gives by this or another name.
 
     A flag without `=` takes the next word unless that is a flag, too. Bare paths at the beginning are for the settings
-    declared as `first_word` and `second_word`, or else a recipe. Any other word without `=` becomes an assignment
+    item as `first_word` and `second_word`, or else a recipe. Any other word without `=` becomes an assignment
     without a name, which `Reader` refuses.
 
     Args:
@@ -83,13 +83,13 @@ def read_words(root: type, words: Sequence[str]) -> list[Assignment]:
         word = rest.pop(0)
         if _FLAG.match(word):
             given.append(_read_flag(word, rest, reader))
-        elif is_bare_path(word) and all(each.flag.startswith("--") for each in given):
+        elif is_bare_path(word) and all(assignment.flag.startswith("--") for assignment in given):
             first.append(word)
         else:
             given.append(_read_positional(word))
-    given = [each for each in given if each.section_and_name[1] not in IGNORED_NAMES]
-    last = {_setting_of(each, reader): each for each in given}
-    kept = [each for each in given if not (name := _setting_of(each, reader)) or last[name] is each]
+    given = [word for word in given if word.section_and_name[1] not in IGNORED_NAMES]
+    last = {_setting_of(word, reader): word for word in given}
+    kept = [word for word in given if not (name := _setting_of(word, reader)) or last[name] is word]
     return [*_name_first_words(root, first), *kept]
 
 
@@ -130,8 +130,8 @@ def _name_first_words(root: type, words: Sequence[str]) -> list[Assignment]:
     names), else a comma list.
     """
     settings, reads_recipes = settings_of(root).values(), issubclass(root, TrainConfig)
-    names = [each.name for each in settings if each.first_word] + [each.name for each in settings if each.second_word]
-    if words and any(each.first_word and each.many for each in settings):
+    names = [item.name for item in settings if item.first_word] + [item.name for item in settings if item.second_word]
+    if words and any(item.first_word and item.many for item in settings):
         try:
             items = [item for word in words for item in ([word] if exists(Path(word)) else split_list(word))]
         except ValueError as error:
@@ -170,7 +170,7 @@ def assign(settings: Mapping[str, Any]) -> list[Assignment]:
 
 def _assign(name: str, value: Any) -> Assignment:
     is_list = isinstance(value, (list, tuple))
-    raw: Raw = [format_value(each) for each in value] if is_list else format_value(value)
+    raw: Raw = [format_value(item) for item in value] if is_list else format_value(value)
     text = format_value(tuple(value)) if is_list else format_value(value)
     return Assignment(name, raw, where=f"--{name}={text}", flag=f"--{name}")
 
@@ -204,9 +204,9 @@ def recipe_names(given: Sequence[Assignment]) -> tuple[tuple[str, ...], list[Ass
     """
     reader, rest = Reader(RecipeNames), list[Assignment]()
     named = list[Assignment]()
-    for each in given:
-        (named if each.section_and_name[1] in RECIPE_NAMES else rest).append(each)
-    reader.read([_as_list_of_recipes(each) for each in named])
+    for word in given:
+        (named if word.section_and_name[1] in RECIPE_NAMES else rest).append(word)
+    reader.read([_as_list_of_recipes(word) for word in named])
     if reader.problems:
         raise ConfigError(reader.problems)
     return reader.values.get("recipe", ()), rest
@@ -245,7 +245,7 @@ def read_given(root: type[T], given: Sequence[Assignment]) -> Reader[T]:
     """Return the settings that assignments give, without checks of rules."""
     reader = Reader(root)
     reader.read(given)
-    on_command_line = {each.section_and_name[1] for each in given if each.source == COMMAND_LINE}
+    on_command_line = {assignment.section_and_name[1] for assignment in given if assignment.source == COMMAND_LINE}
     if "data_path" in on_command_line and "use_dummy_dataset" not in on_command_line:
         for read in (reader.values, reader.chosen):  # a data path replaces the recipe's generated data
             read.pop("use_dummy_dataset", None)
@@ -270,5 +270,5 @@ def naming_places(chosen: Mapping[str, Assignment]) -> Iterator[None]:
 
 
 def _places(names: Collection[str], chosen: Mapping[str, Assignment]) -> str:
-    given = [each.where for name, each in chosen.items() if name in names and each.source != COMMAND_LINE]
-    return "; ".join(dict.fromkeys(given))
+    places = [given.where for name, given in chosen.items() if name in names and given.source != COMMAND_LINE]
+    return "; ".join(dict.fromkeys(places))

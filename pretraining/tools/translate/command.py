@@ -25,8 +25,10 @@ _FIRST_WORDS = "# Translated from "
 def translate_command(given: Sequence[Assignment]) -> None:
     """Translate a file with the arguments that `pretrain train` takes beside it; raises as `translate_file`."""
     reader = Reader(TranslateConfig)
-    own = [word for word in given if reader.find(word) is not None or not word.name]
-    translate_file(resolve_config(TranslateConfig, own).config, [word for word in given if word not in own])
+    of_command = [word for word in given if reader.find(word) is not None or not word.name]
+    translate_file(
+        resolve_config(TranslateConfig, of_command).config, [word for word in given if word not in of_command]
+    )
 
 
 def translate_file(config: TranslateConfig, arguments: Sequence[Assignment] = ()) -> None:

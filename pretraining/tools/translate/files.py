@@ -92,20 +92,20 @@ def compose(path: Path, name: str, typed: Mapping[str, str | None]) -> tuple[lis
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         match [*entry.items()] if isinstance(entry, dict) else entry:
             case "_self_":
-                found = [Given(key, text, name) for key, text in _flatten(tree, "")]
+                added = [Given(key, text, name) for key, text in _flatten(tree, "")]
             case str(section):
-                found = _read_section(folder / section, section.removesuffix(".yaml"))
+                added = _read_section(folder / section, section.removesuffix(".yaml"))
             case [(group, str() | None as chosen)]:
                 word = typed.get(group)
                 if word is not None and (setting_named(group) is None or is_file(folder / group / f"{word}.yaml")):
                     chosen = word
                     used.add(group)
-                found = [] if chosen is None else _read_section(folder / group / chosen, group)
-                if group == "optimizer" and chosen and all(given.key != "optimizer.name" for given in found):
-                    found.append(Given("optimizer.name", chosen, found[0].file if found else name))
+                added = [] if chosen is None else _read_section(folder / group / chosen, group)
+                if group == "optimizer" and chosen and all(given.key != "optimizer.name" for given in added):
+                    added.append(Given("optimizer.name", chosen, added[0].file if added else name))
             case _:
                 raise ConfigError(f"{path}: defaults: {entry}: write `- group: name` or `- name`")
-        merged |= {given.key: given for given in found}
+        merged |= {given.key: given for given in added}
     return list(merged.values()), used
 
 

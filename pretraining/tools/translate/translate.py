@@ -221,7 +221,7 @@ def _translate_words(words: Sequence[Assignment], accepts: Sequence[str]) -> Tra
 
 def _unknown_words(words: Sequence[Assignment], translations: Sequence[Translation]) -> Iterator[str]:
     """Yield a problem per dotted word that may have meant a key of another system."""
-    known = [key for system in (composed.SYSTEM, *(each.system for each in translations)) for key in system.rows]
+    known = [key for system in (composed.SYSTEM, *(read.system for read in translations)) for key in system.rows]
     for word in words:
         is_ours = word.section_and_name[0] in ("", *sections_of(TrainConfig)) or setting_named(word.name)
         hint = "" if is_ours else did_you_mean(word.name, [key for key in known if "." in key], "did you mean {}?")
