@@ -54,9 +54,9 @@ def translate_file(config: TranslateConfig, arguments: Sequence[Assignment] = ()
     if not translated.translations:
         raise ConfigError(f"{name} is already a recipe of this project: train with --recipe={name}")
     file = translated.translations[0]
-    table = [*file.table(), f" {translated.left_open()}"]
+    table = [*file.table(), *(f" {line}" for line in translated.not_given())]
     print_text("\n".join([f"{name}: {file.system.title}\n", *table]))
-    comments = [f"{_FIRST_WORDS}{name} ({file.system.title}):", *(f"#{line}".rstrip() for line in table)]
+    comments = [f"{_FIRST_WORDS}{name} ({file.system.title}):", *(f"#{line}" for line in table)]
     recipe = "\n".join([*comments, dump_config(reader.build(), reader.chosen)])
     if config.output_path is None:
         print_text(f"\n{recipe}".rstrip())
