@@ -370,6 +370,30 @@ def test_no_mapping_gives_a_traceback(kind: str, data: st.DataObject, tmp_path_f
         assert error.problems
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--accept_llama=true"], "--accept_llama"),
+        (["stub.yaml", "--accept_unknown=perhaps"], "--accept_unknown=perhaps"),
+        (["stub.yaml", "--optim.lr=1", "--learning_rate=2"], "two values for learning_rate"),
+    ],
+)
+def test_a_flag_for_other_systems_without_a_use_is_refused(words: list[str], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        values(*words)
+    assert len(error.value.problems) == 1 and named in error.value.problems[0]
+    with pytest.raises(ConfigError, match="--kind=titan is not known: give one of stub, guide"):
+        translate_file(TranslateConfig("stub.yaml", kind="titan"))
+
+
+def test_a_flag_replaces_a_value_that_cannot_be_translated(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("n_embd = 768\ndataset = 'x_char'\n")
+    assert read(str(path), "--data_path=mine").values["data_path"] == "mine"
+    (tmp_path / "a.json").write_text('{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 5}')
+    assert read(str(tmp_path / "a.json"), "--global_batch_size=40").values["global_batch_size"] == 40
+
+
 # Flags and words without a file
 
 
