@@ -31,7 +31,7 @@ def read_words(root: type, words: Sequence[str]) -> list[Assignment]:
     """Return the assignments of a command line, without those whose setting a later one gives by this or another name.
 
     A flag without `=` takes the next word unless that is a flag, too. Bare paths at the beginning are for the settings
-    declared as `first_word` and `second_word`, or else a recipe. Any other word without `=` becomes an assignment
+    item as `first_word` and `second_word`, or else a recipe. Any other word without `=` becomes an assignment
     without a name, which `Reader` refuses.
 
     Args:
@@ -46,13 +46,13 @@ def read_words(root: type, words: Sequence[str]) -> list[Assignment]:
         word = rest.pop(0)
         if _FLAG.match(word):
             given.append(_read_flag(word, rest, reader))
-        elif is_bare_path(word) and all(each.flag.startswith("--") for each in given):
+        elif is_bare_path(word) and all(assignment.flag.startswith("--") for assignment in given):
             first.append(word)
         else:
             given.append(_read_positional(word))
-    given = [each for each in given if each.section_and_name[1] not in IGNORED_NAMES]
-    last = {_setting_of(each, reader): each for each in given}
-    kept = [each for each in given if not (name := _setting_of(each, reader)) or last[name] is each]
+    given = [word for word in given if word.section_and_name[1] not in IGNORED_NAMES]
+    last = {_setting_of(word, reader): word for word in given}
+    kept = [word for word in given if not (name := _setting_of(word, reader)) or last[name] is word]
     return [*_name_first_words(root, first), *kept]
 
 
@@ -93,8 +93,8 @@ def _name_first_words(root: type, words: Sequence[str]) -> list[Assignment]:
     names), else a comma list.
     """
     settings, reads_recipes = settings_of(root).values(), issubclass(root, TrainConfig)
-    names = [each.name for each in settings if each.first_word] + [each.name for each in settings if each.second_word]
-    if words and any(each.first_word and each.many for each in settings):
+    names = [item.name for item in settings if item.first_word] + [item.name for item in settings if item.second_word]
+    if words and any(item.first_word and item.many for item in settings):
         try:
             items = [item for word in words for item in ([word] if exists(Path(word)) else split_list(word))]
         except ValueError as error:
@@ -133,6 +133,6 @@ def assign(settings: Mapping[str, Any]) -> list[Assignment]:
 
 def _assign(name: str, value: Any) -> Assignment:
     is_list = isinstance(value, (list, tuple))
-    raw: Raw = [format_value(each) for each in value] if is_list else format_value(value)
+    raw: Raw = [format_value(item) for item in value] if is_list else format_value(value)
     text = format_value(tuple(value)) if is_list else format_value(value)
     return Assignment(name, raw, where=f"--{name}={text}", flag=f"--{name}")

@@ -75,7 +75,7 @@ def read_values(root: type[T], given: Sequence[Assignment]) -> Reader[T]:
     """Return the settings that assignments give, without checks of rules."""
     reader = Reader(root)
     reader.read(given)
-    on_command_line = {each.section_and_name[1] for each in given if each.source == COMMAND_LINE}
+    on_command_line = {assignment.section_and_name[1] for assignment in given if assignment.source == COMMAND_LINE}
     if "data_path" in on_command_line and "use_dummy_dataset" not in on_command_line:
         for kept in (reader.values, reader.chosen):  # a data path replaces the recipe's generated data
             kept.pop("use_dummy_dataset", None)
@@ -123,8 +123,8 @@ def naming_places(chosen: Mapping[str, Assignment]) -> Iterator[None]:
 
 
 def _places(names: Collection[str], chosen: Mapping[str, Assignment]) -> str:
-    given = [each.where for name, each in chosen.items() if name in names and each.source != COMMAND_LINE]
-    return "; ".join(dict.fromkeys(given))
+    places = [given.where for name, given in chosen.items() if name in names and given.source != COMMAND_LINE]
+    return "; ".join(dict.fromkeys(places))
 
 
 # Recipes
@@ -163,9 +163,9 @@ def recipe_names(given: Sequence[Assignment]) -> tuple[tuple[str, ...], list[Ass
     """
     reader, rest = Reader(RecipeNames), list[Assignment]()
     named = list[Assignment]()
-    for each in given:
-        (named if each.section_and_name[1] in RECIPE_NAMES else rest).append(each)
-    reader.read([_as_list_of_recipes(each) for each in named])
+    for word in given:
+        (named if word.section_and_name[1] in RECIPE_NAMES else rest).append(word)
+    reader.read([_as_list_of_recipes(word) for word in named])
     if reader.problems:
         raise ConfigError(reader.problems)
     return reader.values.get("recipe", ()), rest

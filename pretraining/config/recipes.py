@@ -44,9 +44,9 @@ def read_recipe(name: str) -> list[Assignment]:
     path = find_recipe(name)
     given = _settings_of_tree(parse_tree(read_text(path, name), name, path.suffix), name)
     is_recorded = path.name == RUN_CONFIG_FILE and any(exists(path.parent / other) for other in _BESIDE)
-    is_whole = any(each.name == "checkpoint.ckpt_save_path" for each in given)
+    is_whole = any(assignment.name == "checkpoint.ckpt_save_path" for assignment in given)
     source = Source(f"recipe {name}", real_path(path.parent) if is_recorded and is_whole else None)
-    return [replace(each, source=source, is_typed=not is_recorded) for each in given]
+    return [replace(assignment, source=source, is_typed=not is_recorded) for assignment in given]
 
 
 def parse_recipe(content: str, name: str) -> list[Assignment]:
@@ -56,7 +56,7 @@ def parse_recipe(content: str, name: str) -> list[Assignment]:
         ConfigError: the content is malformed.
     """
     settings = _settings_of_tree(parse_tree(content, name), name)
-    return [replace(each, source=Source(name), is_typed=False) for each in settings]
+    return [replace(assignment, source=Source(name), is_typed=False) for assignment in settings]
 
 
 def load_config(path: str | Path) -> TrainConfig:
@@ -96,7 +96,7 @@ def dump_config(config: Any, names: Container[str] | None = None) -> str:
 def _read_config(given: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
     """Return the settings that can be parsed, with defaults for the rest, and the problems."""
     reader = Reader(TrainConfig)
-    reader.read([replace(each, is_typed=False) for each in given])
+    reader.read([replace(assignment, is_typed=False) for assignment in given])
     config = reader.build()
     assert config is not None  # every setting of training has a default
     return config, reader.problems

@@ -26,8 +26,8 @@ _FIRST_WORDS = "# Translated from "
 def translate_command(given: Sequence[Assignment]) -> None:
     """Translate a file with the arguments that `pretrain train` takes beside it; raises as `translate_file`."""
     reader = Reader(TranslateConfig)
-    own = [word for word in given if reader.find(word) is not None or not word.name]
-    translate_file(read(TranslateConfig, own).config, [word for word in given if word not in own])
+    of_command = [word for word in given if reader.find(word) is not None or not word.name]
+    translate_file(read(TranslateConfig, of_command).config, [word for word in given if word not in of_command])
 
 
 def translate_file(config: TranslateConfig, arguments: Sequence[Assignment] = ()) -> None:
@@ -53,9 +53,9 @@ def translate_file(config: TranslateConfig, arguments: Sequence[Assignment] = ()
     if not translated.translations:
         raise ConfigError(f"{name} is already a recipe of this project: train with --recipe={name}")
     file = translated.translations[0]
-    table = [*file.table(), f" {translated.left_open()}"]
+    table = [*file.table(), *(f" {line}" for line in translated.not_given())]
     print_text("\n".join([f"{name}: {file.system.title}\n", *table]))
-    comments = [f"{_FIRST_WORDS}{name} ({file.system.title}):", *(f"#{line}".rstrip() for line in table)]
+    comments = [f"{_FIRST_WORDS}{name} ({file.system.title}):", *(f"#{line}" for line in table)]
     recipe = "\n".join([*comments, dump_config(reader.build(), reader.chosen)])
     if config.output_path is None:
         print_text(f"\n{recipe}".rstrip())

@@ -31,16 +31,16 @@ def _defaults(translation: Translation) -> Mapping[str, str]:
     """Return what words without a file mean there: a constant rate, not clipped, float32, the optimizer's own betas."""
     if translation.name != WORDS or len(translation.used) + ("optimizer" in translation.flags) < 2:
         return {}  # one word alone is an alias
-    found = {"grad_clip_thresh": "0", "mixed_precision": "false"}
+    settings = {"grad_clip_thresh": "0", "mixed_precision": "false"}
     if f"{_LR}warmup" not in translation:
-        found |= {"warmup_steps": "0"}
+        settings |= {"warmup_steps": "0"}
     if _SCHEDULE not in translation:
         has_phases = any(key.startswith(_LR) for key in translation.values if key != f"{_LR}lr")
-        found |= {"schedule": "linear", "min_lr_ratio": "0"} if has_phases else {"schedule": "constant"}
+        settings |= {"schedule": "linear", "min_lr_ratio": "0"} if has_phases else {"schedule": "constant"}
     name = _optimizer(translation) or "adamw"
     if name in OPTIMIZERS:
-        found |= {"weight_decay": "0"} | (_OF_ADAM if name in ("adam", "adamw", "nadam") else {})
-    return found | ({"momentum": _BETA_OF_SGDM} if name == "sgdm" else {})
+        settings |= {"weight_decay": "0"} | (_OF_ADAM if name in ("adam", "adamw", "nadam") else {})
+    return settings | ({"momentum": _BETA_OF_SGDM} if name == "sgdm" else {})
 
 
 def _combine(translation: Translation) -> None:

@@ -19,9 +19,9 @@ HALF = ("fp16.enabled", "bf16.enabled")
 
 def _defaults(translation: Translation) -> Mapping[str, str]:
     """Return what a file without a scheduler, clipping or precision means there: constant, not clipped, float32."""
-    found = {} if "scheduler.type" in translation else {"schedule": "constant", "warmup_steps": "0"}
-    found |= {} if "gradient_clipping" in translation else {"grad_clip_thresh": "0"}
-    return found if any(key in translation for key in HALF) else found | rows.FLOAT32
+    settings = {} if "scheduler.type" in translation else {"schedule": "constant", "warmup_steps": "0"}
+    settings |= {} if "gradient_clipping" in translation else {"grad_clip_thresh": "0"}
+    return settings if any(key in translation for key in HALF) else settings | rows.FLOAT32
 
 
 def _combine(translation: Translation) -> None:

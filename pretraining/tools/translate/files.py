@@ -37,7 +37,10 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 def read_settings(path: Path) -> dict[str, str | None]:
     """Return the settings of a file by dotted key; raise a ConfigError if it is unreadable, invalid or empty."""
-    return dict(_flatten(_read_tree(path), ""))
+    settings = dict(_flatten(_read_tree(path), ""))
+    if not settings:
+        raise ConfigError(f"{path} has no settings: write `name: value` on each line")
+    return settings
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
@@ -49,9 +52,9 @@ def _read_tree(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path} cannot be read: {error}") from error
     else:
         tree = parse_tree(content, str(path), path.suffix)
-    if not isinstance(tree, dict) or not tree:
-        raise ConfigError(f"{path} has no settings: write `name: value` on each line")
-    return tree
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{path} has no names of settings: write `name: value` on each line")
+    return tree or {}
 
 
 def _flatten(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, str | None]]:
@@ -89,27 +92,27 @@ def compose(path: Path, name: str, typed: Mapping[str, str | None]) -> tuple[lis
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         match [*entry.items()] if isinstance(entry, dict) else entry:
             case "_self_":
-                found = [Given(key, text, name) for key, text in _flatten(tree, "")]
+                added = [Given(key, text, name) for key, text in _flatten(tree, "")]
             case str(section):
-                found = _read_section(folder / section, section.removesuffix(".yaml"))
+                added = _read_section(folder / section, section.removesuffix(".yaml"))
             case [(group, str() | None as chosen)]:
                 word = typed.get(group)
                 if word is not None and (setting_named(group) is None or is_file(folder / group / f"{word}.yaml")):
                     chosen = word
                     used.add(group)
-                found = [] if chosen is None else _read_section(folder / group / chosen, group)
-                if group == "optimizer" and chosen and all(given.key != "optimizer.name" for given in found):
-                    found.append(Given("optimizer.name", chosen, found[0].file if found else name))
+                added = [] if chosen is None else _read_section(folder / group / chosen, group)
+                if group == "optimizer" and chosen and all(given.key != "optimizer.name" for given in added):
+                    added.append(Given("optimizer.name", chosen, added[0].file if added else name))
             case _:
                 raise ConfigError(f"{path}: defaults: {entry}: write `- group: name` or `- name`")
-        merged |= {given.key: given for given in found}
+        merged |= {given.key: given for given in added}
     return list(merged.values()), used
 
 
 def _read_section(path: Path, section: str) -> list[Given]:
     """Return the settings of a file that is a section, whether or not its lines stand under the section's name."""
     file = f"{str(path).removesuffix('.yaml')}.yaml"
-    settings = dict(_flatten(parse_tree(read_text(Path(file), file), file) or {}, ""))
+    settings = dict(_flatten(_read_tree(Path(file)), ""))
     above = "" if any(key.partition(".")[0] == section for key in settings) else f"{section}."
     return [Given(f"{above}{key}", text, file) for key, text in settings.items()]
 

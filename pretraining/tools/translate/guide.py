@@ -186,9 +186,10 @@ _ROWS = {
     "weight_decay": rows.WEIGHT_DECAY,
     "num_epochs": Row("num_steps", lambda text: f"{text}ep"),
     "lr_scheduler": Row("schedule", rows.schedule),
-    **renamed(warmup_steps="warmup_steps", optimizer="optimizer", max_grad_norm="grad_clip_thresh"),
+    **renamed(
+        warmup_steps="warmup_steps", optimizer="optimizer", max_grad_norm="grad_clip_thresh", amp_dtype="mp_dtype"
+    ),
     "use_amp": Row(remark="where the device has units for it; else float32, as there on a CPU"),
-    "amp_dtype": Row("mp_dtype", rows.words(float16="float16", bfloat16="bfloat16")),
     **renamed(save_steps="checkpoint_interval", eval_steps="eval_interval", logging_steps="report_interval"),
     **renamed(checkpoint_dir="ckpt_save_path", distributed_backend="backend", seed="seed"),
     "save_total_limit": Row("keep_last", lambda text: "none" if text.startswith(("0", "-")) else text),
@@ -197,10 +198,8 @@ _ROWS = {
     "world_size": Row("global_batch_size"),
     "use_deepspeed": Row(remark="FSDP does what deepspeed_config asks for"),
     "deepspeed_config": Row(remark="read, too"),
-    "dataset_name": Row("data_path"),
-    "validation_split": Row("eval_datasets"),
     **dict.fromkeys(("dataset_config", "dataset_split", "text_column", "preprocessing_num_workers"), _OF_PREPARE),
-    "max_length": Row("seq_length"),
+    **renamed(dataset_name="data_path", validation_split="eval_datasets", max_length="seq_length"),
     "min_length": Row("min_length", remark="in tokens"),
     **renamed(pack_sequences="packing", packing_strategy="packing"),
 }

@@ -90,8 +90,7 @@ def _save(text: str) -> Mapping[str, str]:
 
 
 _ROWS = {
-    **renamed(out_dir="ckpt_save_path", eval_iters="eval_batches", batch_size="batch_size"),
-    "init_from": Row("init_from", rows.words(scratch="scratch", resume="resume")),
+    **renamed(out_dir="ckpt_save_path", init_from="init_from", eval_iters="eval_batches", batch_size="batch_size"),
     "resume_ckpt_fname": Row("resume_from_checkpoint", lambda text: text.removesuffix(".pt")),
     "log_interval_tokens": Row("report_interval", rows.tokens),
     "checkpoint_interval_tokens": Row("checkpoint_interval", _save, "evaluated as often"),
@@ -100,8 +99,7 @@ _ROWS = {
     "checkpoint_token_pos": Row(remark="the checkpoint that is loaded has it"),
     "gradient_accumulation_steps": Row("grad_accum_steps"),
     "max_tokens": Row("num_steps", rows.tokens),
-    "optimizer_type": Row("optimizer", rows.words(adamw="adamw", muon="muon")),
-    "learning_rate": Row("learning_rate"),
+    **renamed(optimizer_type="optimizer", learning_rate="learning_rate"),
     "weight_decay": rows.WEIGHT_DECAY,
     **renamed(lr_muon_adam="muon_adam_learning_rate", wd_muon_adam="muon_adam_weight_decay"),
     "use_scheduler": Row(remark="warmup_tokens and stable_tokens give its form"),

@@ -42,9 +42,7 @@ _ROWS = {
         "num_steps", lambda text: {"num_steps": text, "schedule": "cosine", "min_lr_ratio": "0"}
     ),
     "lr_scheduler.warmup_iterations": Row("warmup_steps"),
-    "checkpoint.directory": Row("ckpt_save_path"),
-    "checkpoint.prefix": Row("ckpt_save_path"),
-    "checkpoint.state_dict_type": Row("ckpt_format", rows.words(full="full", sharded="sharded")),
+    **renamed("checkpoint.", directory="ckpt_save_path", prefix="ckpt_save_path", state_dict_type="ckpt_format"),
     "checkpoint.chkpt_saving_iterations": Row("checkpoint_interval"),
 }
 SYSTEM = System("stub", "one YAML of a training stub (dist, model.hf_config, …)", _ROWS, _combine, _name_of)

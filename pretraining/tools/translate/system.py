@@ -242,9 +242,9 @@ class Translation:
 
     def defaults(self) -> list[Assignment]:
         """Return the settings that the system's words imply if nothing sets them."""
-        source = Source(f"as in {self.name}")
+        source = Source(f"default of {self.system.kind}")
         return [
-            Assignment(name, text, f"{self.name}: {name}={text} is its default", self.name, source=source)
+            Assignment(name, text, where=f"{name}={text} is the {source.name}", flag=name, source=source)
             for name, text in self.system.defaults(self).items()
         ]
 

@@ -40,18 +40,26 @@ _LEFT_OPEN = (
 
 @dataclass(frozen=True)
 class Translated:
-    """Assignments of this project, in order of precedence, and the translations that some of them come from."""
+    """Assignments of this project, in order of precedence, and the translations that some of them come from.
+
+    Attributes:
+        defaults: those of the assignments that are defaults of other systems.
+    """
 
     assignments: Sequence[Assignment]
     translations: Sequence[Translation]
+    defaults: Sequence[Assignment]
 
-    def left_open(self) -> str:
-        """Return a line with the settings of learning that neither files nor words give; "" if there are none."""
+    def not_given(self) -> Iterator[str]:
+        """Yield a line with the defaults of other systems, and one with the settings of learning that are left open."""
+        if self.defaults:
+            yield f"not given, and as there: {', '.join(f'{default.name}={default.raw}' for default in self.defaults)}"
         files = [read.name for read in self.translations if read.name != composed.WORDS]
         values = read_values(TrainConfig, self.assignments).values if files else {}
         defaults = {name: settings_of(TrainConfig)[name].default for name in _LEFT_OPEN if name not in values}
         texts = [name if value is None else f"{name}={format_value(value)}" for name, value in defaults.items()]
-        return f"left open by {', '.join(files)}, and as here: {', '.join(texts)}" if files and texts else ""
+        if files and texts:
+            yield f"left open by {', '.join(files)}, and as here: {', '.join(texts)}"
 
 
 def translate(root: type, given: Sequence[Assignment]) -> list[Assignment]:
@@ -69,8 +77,8 @@ def translate(root: type, given: Sequence[Assignment]) -> list[Assignment]:
     for read in translated.translations:
         table = "\n".join(read.table())
         log.info("%s is read as settings of another system (%s):\n%s", read.name, read.system.kind, table)
-    if left_open := translated.left_open():
-        log.info("%s", left_open)
+    for line in translated.not_given():
+        log.info("%s", line)
     for folder, command in [read.prepare for read in translated.translations if read.prepare is not None]:
         values = read_values(root, translated.assignments).values
         is_used = values.get("data_path") == folder and not values.get("use_dummy_dataset")
@@ -118,7 +126,7 @@ def translate_all(given: Sequence[Assignment], kind: str | None = None) -> Trans
         problems.append(f"--{accepts[0]} is for recipes of other systems, and none is given")
     if problems := problems or [*_unknown_words(words, translations)]:
         raise ConfigError(problems)
-    return Translated([*defaults, *recipes, *typed, *words], translations)
+    return Translated([*defaults, *recipes, *typed, *words], translations, defaults)
 
 
 def _split_accepts(given: Sequence[Assignment]) -> tuple[list[str], list[Assignment]]:
@@ -221,7 +229,7 @@ def _translate_words(words: Sequence[Assignment], accepts: Sequence[str]) -> Tra
 
 def _unknown_words(words: Sequence[Assignment], translations: Sequence[Translation]) -> Iterator[str]:
     """Yield a problem per dotted word that may have meant a key of another system."""
-    known = [key for system in (composed.SYSTEM, *(each.system for each in translations)) for key in system.rows]
+    known = [key for system in (composed.SYSTEM, *(read.system for read in translations)) for key in system.rows]
     for word in words:
         is_ours = word.section_and_name[0] in ("", *sections_of(TrainConfig)) or setting_named(word.name)
         hint = "" if is_ours else did_you_mean(word.name, [key for key in known if "." in key], "did you mean {}?")

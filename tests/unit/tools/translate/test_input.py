@@ -319,6 +319,7 @@ COMPOSITIONS = {
     "- [a]": "['a']",
     "- {optimizer: null}": "",
     "- empty": "",
+    "- list": "list.yaml has no names",
 }
 
 
@@ -326,6 +327,7 @@ COMPOSITIONS = {
 def test_the_forms_of_a_default(entry: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"defaults:\n  {entry}\ntrain: {{max_steps: 5}}\n")
     (tmp_path / "empty.yaml").touch()
+    (tmp_path / "list.yaml").write_text("[1]")
     if not COMPOSITIONS[entry]:
         assert values(str(tmp_path / "config.yaml"))["num_steps"] == "5"
         return
@@ -366,6 +368,30 @@ def test_no_mapping_gives_a_traceback(kind: str, data: st.DataObject, tmp_path_f
         translate_all(assign({"recipe": [str(path)], **accepts, **arguments}), chosen)
     except ConfigError as error:
         assert error.problems
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--accept_llama=true"], "--accept_llama"),
+        (["stub.yaml", "--accept_unknown=perhaps"], "--accept_unknown=perhaps"),
+        (["stub.yaml", "--optim.lr=1", "--learning_rate=2"], "two values for learning_rate"),
+    ],
+)
+def test_a_flag_for_other_systems_without_a_use_is_refused(words: list[str], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        values(*words)
+    assert len(error.value.problems) == 1 and named in error.value.problems[0]
+    with pytest.raises(ConfigError, match="--kind=titan is not known: give one of stub, guide"):
+        translate_file(TranslateConfig("stub.yaml", kind="titan"))
+
+
+def test_a_flag_replaces_a_value_that_cannot_be_translated(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("n_embd = 768\ndataset = 'x_char'\n")
+    assert read(str(path), "--data_path=mine").values["data_path"] == "mine"
+    (tmp_path / "a.json").write_text('{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 5}')
+    assert read(str(tmp_path / "a.json"), "--global_batch_size=40").values["global_batch_size"] == 40
 
 
 # Flags and words without a file

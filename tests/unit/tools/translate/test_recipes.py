@@ -62,6 +62,9 @@ def test_what_a_file_leaves_open_is_one_line(caplog: pytest.LogCaptureFixture) -
     load(["stub.yaml"], {"optimizer": "adam", "adam_beta2": "0.9"})
     assert "left open by stub.yaml, and as here: grad_clip_thresh=1.0" in caplog.messages
     load(["deepspeed.json", "use_dummy_dataset=true"])  # constant: no end of a schedule
+    assert caplog.messages[-2] == (
+        "not given, and as there: schedule=constant, warmup_steps=0, grad_clip_thresh=0, mixed_precision=false"
+    )
     assert caplog.messages[-1] == "left open by deepspeed.json, and as here: seq_length=4096, num_steps=1000"
 
 
