@@ -34,7 +34,7 @@ from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.evaluation.evaluators import keeping_random_states
 from pretraining.evaluation.generation import check_prompt
-from pretraining.evaluation.scoring import Row, Score
+from pretraining.evaluation.scoring import Score, ScoredRow
 from pretraining.files import is_folder
 from pretraining.text import count_of
 
@@ -212,7 +212,7 @@ class _Model(TemplateLM):  # type: ignore[misc]  # lm-eval has no types for othe
                 )
             tokens = [*before, *scored]
             self.truncated += len(tokens) > self._context + 1
-            rows.append(Row(tokens[-self._context - 1 :], len(scored)))
+            rows.append(ScoredRow(tokens[-self._context - 1 :], len(scored)))
         if not rows:
             return []
         longest = max(len(row.tokens) - 1 for row in rows)

@@ -35,21 +35,21 @@ WIDTH = 16
 SECONDS_BETWEEN_LINES = 30.0
 
 
-class Row(NamedTuple):
+class ScoredRow(NamedTuple):
     """Tokens of a request; it asks for the log-likelihood of the last `scored` of them."""
 
     tokens: list[int]
     scored: int
 
 
-Score = Callable[[Sequence[Row]], list[tuple[float, bool]]]
+Score = Callable[[Sequence[ScoredRow]], list[tuple[float, bool]]]
 """Function that returns the log-likelihood of each row in nats, and whether all its scored tokens are the likeliest."""
 
 
-class _Rows(NamedTuple):
+class _Request(NamedTuple):
     """Rows that rank 0 asks for."""
 
-    rows: Sequence[Row]
+    rows: Sequence[ScoredRow]
 
 
 class _Stopped(Exception):
@@ -78,8 +78,8 @@ class Scorer:
         """
         failures: list[BaseException] = []  # of a forward on rank 0, for which the other ranks do not wait
 
-        def score(rows: Sequence[Row]) -> list[tuple[float, bool]]:
-            on_rank_zero(lambda: _Rows(rows))
+        def score(rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
+            on_rank_zero(lambda: _Request(rows))
             try:
                 return self._compute(model, rows, should_stop)
             except BaseException as error:
@@ -91,7 +91,7 @@ class Scorer:
                 if self.processes.is_main:
                     return _ask(ask, score, failures)
                 message: Any = on_rank_zero(lambda: None)
-                while isinstance(message, _Rows):
+                while isinstance(message, _Request):
                     self._compute(model, message.rows, should_stop)
                     message = on_rank_zero(lambda: None)
                 return message  # type: ignore[no-any-return]
@@ -101,7 +101,7 @@ class Scorer:
             reshard_model(model)
 
     def _compute(
-        self, model: nn.Module, rows: Sequence[Row], should_stop: Callable[[], bool]
+        self, model: nn.Module, rows: Sequence[ScoredRow], should_stop: Callable[[], bool]
     ) -> list[tuple[float, bool]]:
         """Compute this rank's share of rows, and return those of all ranks; raise `_Stopped` if a stop is requested."""
         device, ranks, group = self.processes.device, self.dims.data, self.dims.context_group
@@ -139,7 +139,7 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def cut(rows: Sequence[Row], tokens: int) -> list[list[int]]:
+def cut(rows: Sequence[ScoredRow], tokens: int) -> list[list[int]]:
     """Return batches of row numbers, the longest rows first; each has at most this many padded tokens, or one row."""
     batches: list[list[int]] = []
     for number in sorted(range(len(rows)), key=lambda number: -len(rows[number].tokens)):
@@ -149,11 +149,11 @@ def cut(rows: Sequence[Row], tokens: int) -> list[list[int]]:
     return batches
 
 
-def _width(row: Row) -> int:
+def _width(row: ScoredRow) -> int:
     return -(-max(1, len(row.tokens) - 1) // WIDTH) * WIDTH
 
 
-def pad(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+def pad(rows: Sequence[ScoredRow]) -> tuple[Tensor, Tensor]:
     """Return inputs and labels of rows, int64 [B, S], with only scored labels; of no rows, an empty one."""
     width = max(map(_width, rows), default=WIDTH)
     tokens_BS = torch.zeros(max(1, len(rows)), width, dtype=torch.int64)

@@ -110,10 +110,8 @@ def _inspect_given(given: Sequence[Assignment]) -> None:
 def _load_from(given: Sequence[Assignment], path: str, request: str | None = None) -> list[Assignment]:
     """Replace what the command line says about the start point."""
     others = [each for each in given if each.source != COMMAND_LINE or each.section_and_name[1] not in _WHERE_FROM]
-    return [
-        *others,
-        *assign({"ckpt_load_path": path} | ({} if request is None else {"resume_from_checkpoint": request})),
-    ]
+    where_from = {"ckpt_load_path": path} | ({} if request is None else {"resume_from_checkpoint": request})
+    return [*others, *assign(where_from)]
 
 
 def _find_named(run: str | None, request: str, *, is_required: bool) -> str | None:
@@ -345,11 +343,8 @@ class InspectedSlot:
 
     def document(self, with_ids: bool = True) -> dict[str, Any]:
         """Return the JSON object of `--json`. Its format is an interface: fields are added, never renamed."""
-        fields = asdict(self if with_ids else replace(self, ids=None))
-        for name in ("ids", "problem"):
-            if fields[name] is None:
-                del fields[name]
-        return fields
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: value for name, value in known.items() if with_ids or name != "ids"}
 
     def describe(self, decode: Callable[[Sequence[int]], str] | None, whole: bool = False) -> Iterator[str]:
         """Yield lines with the place of each piece and the two ends of its text (without `decode`, of its ids).
@@ -391,25 +386,16 @@ class DatasetSummary:
     def cells(self) -> tuple[str, ...]:
         """Row of the table."""
         passes = f"{self.passes[0]:.3f} to {self.passes[1]:.3f}" if self.passes else ""
-        return (
-            self.dataset,
-            f"{self.asked:.4%}",
-            f"{self.realised:.4%}",
-            f"{self.samples:,}",
-            f"{self.tokens:,}",
-            passes,
-        )
+        shares = (f"{share:.4%}" for share in (self.asked, self.realised))
+        return self.dataset, *shares, f"{self.samples:,}", f"{self.tokens:,}", passes
 
 
 def _content(ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None, whole: bool) -> Iterator[str]:
     """Yield the text of ids line by line if `whole`, else one line: their quoted text, or the ids, shortened."""
-    if decode is None:
-        ends = [ids] if len(ids) <= _IDS_SHOWN else [ids[: _IDS_SHOWN // 2], ids[-_IDS_SHOWN // 2 :]]
-        yield "    " + " … ".join(" ".join(map(str, end)) for end in ends)
+    if decode is not None and whole:
+        yield from (f"    {line}" for line in decode(ids).split("\n"))
         return
-    text, half = decode(ids), _CHARACTERS_SHOWN // 2
-    if whole:
-        yield from (f"    {line}" for line in text.split("\n"))
-        return
-    pieces = [text] if len(text) <= _CHARACTERS_SHOWN else [text[:half], text[-half:]]
-    yield "    " + " … ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)
+    content, most = (ids, _IDS_SHOWN) if decode is None else (decode(ids), _CHARACTERS_SHOWN)
+    ends = [content] if len(content) <= most else [content[: most // 2], content[-most // 2 :]]
+    texts = (json.dumps(end, ensure_ascii=False) if isinstance(end, str) else " ".join(map(str, end)) for end in ends)
+    yield "    " + " … ".join(texts)

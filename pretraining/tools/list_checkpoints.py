@@ -31,7 +31,7 @@ NOT_USED_STATE = "not used"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ListedCheckpoint:
     """A checkpoint.
 
     Attributes:
@@ -80,7 +80,7 @@ def list_checkpoints(config: ListConfig) -> None:
         print_text(line)
 
 
-def rows_of(run: Path) -> list[Row]:
+def rows_of(run: Path) -> list[ListedCheckpoint]:
     """Return a row per checkpoint of a run: committed ones by step, then unfinished saves, then those set aside."""
     listed = list_run(run)
     newest, _ = newest_good(listed.saved)
@@ -99,7 +99,7 @@ def rows_of(run: Path) -> list[Row]:
     return committed + unfinished + [_row(path, SET_ASIDE_STATE, best) for path in checkpoints_set_aside(run)]
 
 
-def _row(path: Path, state: str, best: Path | None) -> Row:
+def _row(path: Path, state: str, best: Path | None) -> ListedCheckpoint:
     size, newest = 0, 0.0
     for file in (path, *entries_of(path)):
         with suppress(OSError):  # a running save may rename or remove files
@@ -108,7 +108,7 @@ def _row(path: Path, state: str, best: Path | None) -> Row:
             newest = max(newest, status.st_mtime)
     age = round(max(0.0, time.time() - newest), 1)
     name = path.name if state != SET_ASIDE_STATE else f"{path.parent.name}/{path.name}"
-    row = Row(name=name, state=state, best=real_path(path) == best, bytes=size, age_seconds=age)
+    row = ListedCheckpoint(name=name, state=state, best=real_path(path) == best, bytes=size, age_seconds=age)
     if state == "incomplete":
         return row
     try:
@@ -125,19 +125,19 @@ def _row(path: Path, state: str, best: Path | None) -> Row:
     )
 
 
-def _totals(rows: list[Row], place: str) -> str:
+def _totals(rows: list[ListedCheckpoint], place: str) -> str:
     aside = [row for row in rows if row.state == SET_ASIDE_STATE]
     sizes = [format_bytes(sum(row.bytes for row in each)) for each in (rows, aside)]
     noted = f", of which {len(aside)} set aside, {sizes[1]}" if aside else ""
     return f"{count_of(len(rows), 'checkpoint')}, {sizes[0]} in {place}{noted}"
 
 
-def _table(rows: list[Row]) -> list[str]:
+def _table(rows: list[ListedCheckpoint]) -> list[str]:
     lines = [("step", "tokens", "loss", "evaluation", "size", "state", "age", "name"), *map(_cells, rows)]
     return format_table(lines, right=(0, 1, 2, 3, 4, 6)) + [f"{row.name}: {row.fault}" for row in rows if row.fault]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ListedCheckpoint) -> tuple[str, ...]:
     notes = [row.state, row.kind if row.kind != "interval" else None, "best" if row.best else None]
     return (
         "-" if row.step is None else str(row.step),

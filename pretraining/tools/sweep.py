@@ -98,7 +98,7 @@ def sweep(given: Sequence[Assignment]) -> None:
     ignore_output_errors()
     refused: list[str] = []
     for number, each in enumerate(combinations):
-        ended = read_object(folder / each.name / OUTCOME_FILE).get("status") not in (None, "killed")
+        ended = read_object(folder / each.name / OUTCOME_FILE).get("status") is not None
         if settings.only in (None, number) and not ended:
             log.info("%d of %d  %s", number + 1, len(combinations), each.name)
             if not _train(each, folder / each.name, settings.processes):

@@ -25,7 +25,7 @@ LARGEST_LOSS = 0.01
 """Share of the text that a tokenizer may lose without a warning."""
 
 
-class Progress:
+class EncodingProgress:
     """A counter of encoded documents that regularly logs speed and remaining time.
 
     Args:

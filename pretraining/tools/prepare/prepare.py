@@ -30,7 +30,7 @@ from pretraining.launch.machine import usable_cores
 from pretraining.text import count_of
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.chats import time_for, with_template
-from pretraining.tools.prepare.console import Progress, print_summary
+from pretraining.tools.prepare.console import EncodingProgress, print_summary
 from pretraining.tools.prepare.encode import choose_encoder, encode_units
 from pretraining.tools.prepare.inputs import warn_of_copies
 from pretraining.tools.prepare.records import (
@@ -138,7 +138,7 @@ class _Job:
         log.info("Encoding %s into %s%s.", count_of(len(left), "unit"), work.dataset, done)
         total, left_bytes = (sum(unit.size for unit in units) for units in (share, left))
         title = "encoding" if self.size == 1 else f"encoding (rank {self.rank} of {self.size})"
-        progress = Progress(title, total, total - left_bytes)
+        progress = EncodingProgress(title, total, total - left_bytes)
         encode_units(left, encoding, work, self.config.num_workers or cores, progress.add)
         records = [work.read_record(unit, encoding) for unit in found.units]
         complete = [record for record in records if record is not None]

@@ -53,7 +53,7 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
     if wrong:
         remedy = "All datasets of a root share one tokenizer: drop the flag, or set another --output_path"
         raise DataError(f"{wrong}. {remedy}", path=root / TOKENIZER_FILE)
-    # A root of an earlier version has two files of its tokenizer; a lone tokenizer.json has fewer than its folder.
+    # The root may have another tool's tokenizer.json alone, while the given folder has a template, too.
     return present if given is None or given.chat_template is None else given
 
 

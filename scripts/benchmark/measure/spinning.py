@@ -55,7 +55,8 @@ def tokens_per_second(settings: list[str], spin_count: str) -> float:
         if result.returncode:
             sys.exit("the measured process failed: see its error above")
         lines = (Path(folder) / LOGS / METRICS_FILE).read_text().splitlines()
-    rates = [report["tokens_per_second_per_gpu"] for report in map(json.loads, lines) if "loss" in report]
+    reports = [report for report in map(json.loads, lines) if "loss" in report]
+    rates: list[float] = [report["tokens_per_second_per_gpu"] for report in reports]
     return statistics.median(rates[WARMUP_REPORTS:])
 
 

@@ -23,7 +23,7 @@ from pretraining.config.training import EvaluationConfig
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError, DataError, PretrainError
-from pretraining.evaluation.scoring import Row, Scorer, cut, pad
+from pretraining.evaluation.scoring import ScoredRow, Scorer, cut, pad
 from pretraining.evaluation.tasks import Results, Tasks, load_harness, results_of
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -267,13 +267,13 @@ class Counting(nn.Module):
         return self.inner(tokens, labels)
 
 
-ROWS = [Row(list(range(length)), 1) for length in (3, 66, 10, 130, 65, 2)]
+ROWS = [ScoredRow(list(range(length)), 1) for length in (3, 66, 10, 130, 65, 2)]
 
 
 def test_batches_have_the_longest_rows_first_and_few_widths() -> None:
     assert cut(ROWS, 256) == [[3], [1, 4, 2], [0, 5]] and cut(ROWS, 1) == [[3], [1], [4], [2], [0], [5]]
     assert cut([], 64) == []
-    tokens, labels = pad([Row([5, 6, 7, 8], 2), Row([9, 1], 1)])
+    tokens, labels = pad([ScoredRow([5, 6, 7, 8], 2), ScoredRow([9, 1], 1)])
     assert tokens.shape == (2, 16) and tokens[:, :4].tolist() == [[5, 6, 7, 0], [9, 0, 0, 0]]
     assert labels[:, :4].tolist() == [[-100, 7, 8, -100], [1, -100, -100, -100]] and labels[:, 4:].unique() == -100
     empty, nothing = pad([])
@@ -295,7 +295,7 @@ def test_a_stop_ends_the_forwards_and_an_error_of_the_asker_or_of_a_forward_is_r
 
     def swallows(score: Any) -> None:
         try:
-            score([Row([VOCABULARY + 1, 1], 1)])
+            score([ScoredRow([VOCABULARY + 1, 1], 1)])
         except IndexError:
             raise RuntimeError("hidden") from None
 
@@ -309,7 +309,7 @@ def test_a_line_says_how_far_long_evaluations_are(
     monkeypatch.setattr("pretraining.evaluation.scoring.SECONDS_BETWEEN_LINES", 0.0)
     caplog.set_level("INFO")
 
-    def ask(score: Callable[[Sequence[Row]], Answers]) -> Answers:
+    def ask(score: Callable[[Sequence[ScoredRow]], Answers]) -> Answers:
         return score(ROWS)
 
     found = scorer(256).serve(ours(folder, "plain"), ask, never)

@@ -190,11 +190,9 @@ def test_what_is_no_number_is_null(loss: float, skipped: tuple[int, ...], name: 
     assert recorder.logged[0][1][name] is None
 
 
-OF_AN_EARLIER_VERSION = {"steps": 1, "loss_sum": 10.0, "z_loss_sum": 0.0, "valid_tokens": 10, "skipped_updates": 0}
 SCORE = {"scores": [f"{__name__}:Mine"]}
 # what the first and the second start measure, what the sums become between them, a name in the report, and its value
 RESUMES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[dict[str, Any]], Any], str, float | None]] = {
-    "of an earlier version, without datasets": ({}, {}, lambda kept: OF_AN_EARLIER_VERSION, "loss/web", 3.0),
     "a metric that is not finite": (
         {"custom": True},
         {"custom": True},

@@ -377,7 +377,7 @@ def test_progress_is_a_line_now_and_then(
     caplog.set_level(logging.INFO, "pretraining")
     seconds = iter(console.LINE_INTERVAL_SECONDS / 2 * n for n in range(9))
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    progress = console.Progress("encoding", total, total // 2)
+    progress = console.EncodingProgress("encoding", total, total // 2)
     for _ in range(3):
         progress.add(PrepareCounts(documents=15, tokens=3000, text_bytes=30_000_000, input_bytes=100))
     (line,) = caplog.messages
