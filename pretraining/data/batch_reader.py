@@ -182,7 +182,7 @@ class BatchReader:
             unreadable = torch.from_numpy(rows.unreadable).split(size)
         parts = zip(tokens_RT.split(size), lengths, starts, numbers_R.split(size), unreadable, strict=True)
         names = tuple(source.name for source in self.sources)
-        micro_batches = [MicroBatch(*each, self._group) for each in parts]
+        micro_batches = [MicroBatch(*part, self._group) for part in parts]
         return StepBatch(step, self.mixture.first_sample(step), micro_batches, names)
 
     def _fill(
@@ -233,7 +233,7 @@ class _BatchRows:
         import torch
 
         full, lengths = self.tokens.shape[1], self.lengths.reshape(-1, size)
-        return [None if (each == full).all() else torch.from_numpy(each) for each in lengths]
+        return [None if (part == full).all() else torch.from_numpy(part) for part in lengths]
 
     def micro_batch_starts(self, size: int) -> list[torch.Tensor | None]:
         """Return `document_starts` of each micro-batch of `size` rows."""

@@ -84,7 +84,7 @@ def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig, processes
     Raises:
         DataError: an index is missing, or a dataset has no documents.
     """
-    found = []
+    datasets = []
     for files in listing:
         dataset = _find_dataset(files, config)
         if dataset is None:
@@ -95,9 +95,9 @@ def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig, processes
             )
         if len(dataset.index.documents) == 0:
             raise DataError(f"dataset '{files.name}' is empty: its files have no documents", path=files.folder)
-        found.append(dataset)
+        datasets.append(dataset)
     size = parse_bytes(config.data_cache_size)
-    return OpenedDatasets(tuple(found), chunks=chunk_cache(config.data_cache_path, size, processes))
+    return OpenedDatasets(tuple(datasets), chunks=chunk_cache(config.data_cache_path, size, processes))
 
 
 def warn_about_datasets(opened: OpenedDatasets, config: DataConfig) -> None:

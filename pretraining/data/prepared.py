@@ -37,7 +37,7 @@ def prepared_token(name: TokenSetting, config: DataConfig, eval_datasets: Iterab
         ConfigError: the files name different tokens.
         DataError: a prepare.json is unreadable.
     """
-    found: dict[str, int] = {}
+    token_of: dict[str, int] = {}
     for place in _places(config, eval_datasets):
         path = place / MANIFEST_FILE
         try:
@@ -53,14 +53,14 @@ def prepared_token(name: TokenSetting, config: DataConfig, eval_datasets: Iterab
                 path=path,
             ) from error
         if token is not None:
-            found[str(place)] = token
-    if len(set(found.values())) > 1:
-        named = ", ".join(f"{folder}: {token}" for folder, token in found.items())
+            token_of[str(place)] = token
+    if len(set(token_of.values())) > 1:
+        named = ", ".join(f"{folder}: {token}" for folder, token in token_of.items())
         ends = "end" if name == "sep_token" else "begin"
         raise ConfigError(f"datasets {ends} documents with different tokens ({named}): give --{name}")
-    token = next(iter(found.values()), None)
+    token = next(iter(token_of.values()), None)
     if token is not None:
-        folders = list_some(list(found), _MOST_NAMED)
+        folders = list_some(list(token_of), _MOST_NAMED)
         log.info("%-11s %s, the %s of %s in %s", name, token, _RECORDS[name], MANIFEST_FILE, folders)
     return token
 
@@ -112,24 +112,24 @@ def choose_tokenizer(
         log.warning("accepted: %s", difference)
     if given is not None or any(other in prepared for other, _ in differences):
         return given
-    for each in known:
-        problem = each.problem
-        if each.tokenizer is not None and rows is not None and not each.tokenizer.fits(rows):
-            problem = f"that of {each.path} has {each.tokenizer.vocab_size:,} entries, and the model {rows:,}"
+    for candidate in known:
+        problem, tokenizer = candidate.problem, candidate.tokenizer
+        if tokenizer is not None and rows is not None and not tokenizer.fits(rows):
+            problem = f"that of {candidate.path} has {tokenizer.vocab_size:,} entries, and the model {rows:,}"
         if problem:
             log.warning("no tokenizer is used: %s", problem)
             return None
-        if each.tokenizer is not None:
-            log.info("tokenizer   %s, %s", each.path, each.what)
-            return text_of(each.path.absolute())
+        if tokenizer is not None:
+            log.info("tokenizer   %s, %s", candidate.path, candidate.what)
+            return text_of(candidate.path.absolute())
     return None
 
 
 def _compare(known: Sequence[KnownTokenizer]) -> Iterator[tuple[KnownTokenizer, str]]:
     """Yield tokenizers whose ids differ from those of the first one, and how."""
-    by_hash = {each.sha256: each for each in reversed(known)}  # several may name one tokenizer
-    different = [each for each in known if by_hash[each.sha256] is each]
-    for first, other in [(different[0], each) for each in different[1:]]:
+    by_hash = {tokenizer.sha256: tokenizer for tokenizer in reversed(known)}  # several may name one tokenizer
+    different = [tokenizer for tokenizer in known if by_hash[tokenizer.sha256] is tokenizer]
+    for first, other in ((different[0], other) for other in different[1:]):
         if first.tokenizer is None or other.tokenizer is None:
             problem: str | None = f"their hashes differ, and {first.problem or other.problem or 'a file is missing'}"
         else:
@@ -146,7 +146,7 @@ def _tokenizers_of_data(config: DataConfig, eval_datasets: Iterable[str]) -> lis
             places_of.setdefault(sha256, []).append(place)
     known = []
     for sha256, places in places_of.items():
-        root = next((each.parent for each in places if exists(each.parent / TOKENIZER_FILE)), None)
+        root = next((place.parent for place in places if exists(place.parent / TOKENIZER_FILE)), None)
         what = f"that of {MANIFEST_FILE} in {list_some(places, _MOST_NAMED)}"
         remedy, tokenizer, problem = "Prepare all datasets with one tokenizer", None, ""
         try:

@@ -51,14 +51,14 @@ def describe_order(
         "datasets": {source.name: dict(source.fingerprint) for source in sources},
         "phases": [asdict(phase)],
         "skipped": {},
-        CONVERTED: [list(each) for each in config.skipped_ranges] if split == "train" else [],
+        CONVERTED: [list(words) for words in config.skipped_ranges] if split == "train" else [],
     }
 
 
 def newly_skipped(requested: Iterable[Range], state: Mapping[str, Any]) -> list[Range]:
     """Return the ranges of `--skip_samples` that were not converted before the state of a run."""
-    converted = [tuple(each) for each in state.get(CONVERTED, ())]
-    return [each for each in map(tuple, requested) if each not in converted]
+    converted = {tuple(words) for words in state.get(CONVERTED, ())}
+    return [(begin, end) for begin, end in requested if (begin, end) not in converted]
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ class RunOrder:
         Args:
             line: says what is skipped; None = the numbers do.
         """
-        skipped = {name: list(each.ranges) for name, each in self.mixture.skipped.items()}
+        skipped = {name: list(before.ranges) for name, before in self.mixture.skipped.items()}
         positions, lines = self.mixture.positions_before_step(self.step), []
         for name, ranges in sorted(numbers.items()):
             ahead = [(max(begin, positions.get(name, 0)), end) for begin, end in ranges]
             skipped[name] = [*skipped.get(name, ()), *ahead]
             lines += [f"{name} {begin}-{end - 1}" for begin, end in ahead if begin < end]
         mixture = Mixture(self.mixture.phases, skipped)
-        as_lists = {name: [list(each) for each in found.ranges] for name, found in mixture.skipped.items()}
+        as_lists = {name: [list(pair) for pair in after.ranges] for name, after in mixture.skipped.items()}
         line = line or (f"skipped: samples {list_some(lines, 12)}" if lines else None)
         changes = self.changes if line is None else (*self.changes, line)
         return RunOrder(self.step, mixture, {**self.order, "skipped": as_lists}, changes)
@@ -169,7 +169,7 @@ def restored_mixture(state: Mapping[str, Any]) -> Mixture:
     """Return the mixture of a state; raise a ValueError, TypeError or KeyError if the state is damaged."""
     phases = [Phase(**phase) for phase in state["phases"]]
     skipped = {name: [(begin, end) for begin, end in ranges] for name, ranges in state["skipped"].items()}
-    others = [number for ranges in (*skipped.values(), state[CONVERTED]) for each in ranges for number in each]
+    others = [number for ranges in (*skipped.values(), state[CONVERTED]) for pair in ranges for number in pair]
     _check_numbers(phases, [*others, state["next_sample"]])
     first = phases[0]
     if first != Phase.first(first.global_batch_size, first.seq_length, first.weights):
@@ -185,7 +185,8 @@ def restored_mixture(state: Mapping[str, Any]) -> Mixture:
 def _check_numbers(phases: Sequence[Phase], others: Iterable[int]) -> None:
     """Refuse numbers that no run writes, before computing with them."""
     numbers = [*others, *(number for phase in phases for number in (phase.first_step, phase.first_sample))]
-    sizes = [size for each in phases for size in (each.global_batch_size, each.seq_length, *each.weights.values())]
+    sizes = [size for phase in phases for size in (phase.global_batch_size, phase.seq_length)]
+    sizes += [weight for phase in phases for weight in phase.weights.values()]
     if not all(type(number) is int for number in (*numbers, *sizes)):
         raise TypeError("a number is not an integer")
     if min(numbers) < 0 or min(sizes) < 1 or max(*numbers, *sizes) > _LARGEST_NUMBER:
@@ -204,7 +205,7 @@ def _continue_phases(before: Mixture, requested: Phase, step: int) -> tuple[Phas
         return (requested,)
     if kept[-1].same_data(requested):
         return tuple(kept)
-    skipped = {name: each.ranges for name, each in before.skipped.items()}
+    skipped = {name: numbers.ranges for name, numbers in before.skipped.items()}
     return (*kept, Mixture(kept, skipped).phase_from(step, requested))
 
 
@@ -238,12 +239,12 @@ def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Ma
     if _is_dummy(before) != _is_dummy(now):
         then, today = ("the dummy dataset" if _is_dummy(datasets) else "datasets" for datasets in (before, now))
         return [f"the run used {then} and would now use {today}: see --use_dummy_dataset"]
-    lengths = [each["phases"][-1]["seq_length"] for each in (saved, order)]
+    lengths = [state["phases"][-1]["seq_length"] for state in (saved, order)]
     problems = [f"seq_length was {lengths[0]} and is {lengths[1]}"] if lengths[0] != lengths[1] else []
     settings = [name for name in ("split", "seed", "logical_shards") if saved[name] != order[name]]
     # Fingerprints only have a digest of these settings. Comparing the values names the setting, and covers datasets
     # that are new in this run.
-    deciding = (name for name, each in settings_of(DataConfig).items() if each.decides)
+    deciding = (name for name, setting in settings_of(DataConfig).items() if setting.decides)
     reading = [name for name in deciding if name in saved and saved[name] != order.get(name)]
     problems += [f"{name} was {saved[name]} and is {order.get(name)}" for name in settings + reading]
     for name in sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):

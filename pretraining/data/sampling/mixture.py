@@ -279,7 +279,7 @@ class FirstSamples(Mixture):
 
 def count_numbers(*ranges: Iterable[Range]) -> int:
     """Count the numbers in ranges that do not overlap."""
-    return sum(end - begin for each in ranges for begin, end in each)
+    return sum(end - begin for of_dataset in ranges for begin, end in of_dataset)
 
 
 class SkippedNumbers:

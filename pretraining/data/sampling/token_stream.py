@@ -266,7 +266,7 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 def _cut(parts: list[_Part], row_parts: list[int]) -> Spans:
     """Cut the pieces of all rows out of their parts; `row_parts` counts the parts before each row, then all."""
     documents, all_bounds, begins, ends = zip(*parts, strict=True)
-    counts = np.array([len(each) for each in documents])
+    counts = np.array([len(part) for part in documents])
     lows = np.concatenate([bounds[:-1] for bounds in all_bounds])
     highs = np.concatenate([bounds[1:] for bounds in all_bounds])
     starts = np.maximum(lows, np.repeat(begins, counts))

@@ -47,9 +47,9 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> B
     Raises:
         DataError: the counts cannot be written.
     """
-    found = find_bin_counts(files, index, config)
-    if found is not None:
-        return found
+    counts = find_bin_counts(files, index, config)
+    if counts is not None:
+        return counts
     name, seq_length, packing = files.name, config.seq_length, config.packing
     documents = f"{len(index.documents):,}"
     log.info("packing dataset '%s': %s documents into samples of %d tokens, %s", name, documents, seq_length, packing)
@@ -68,7 +68,7 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> B
 
 
 def find_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> BinCounts | None:
-    """Open the valid bin counts of a dataset, which are beside a possible place of its index; None without any."""
+    """Open the valid bin counts of a dataset, next to a possible place of its index; None if there are none."""
     paths = (folder / _name(index, config) for folder in index_folders(files, config))
     return next(filter(None, (_open(path, index, config) for path in paths)), None)
 

@@ -150,7 +150,7 @@ def test_padding_is_named_with_strip_tokens_which_removes_it(
     write(tmp_path / "web/x.arrow", columns, as_stream)
     text = said(tmp_path, caplog)
     assert "x.arrow: its column 'attention_mask' masks 22.9% of the tokens" in text
-    assert "give --strip_tokens=<id of the padding>, which removes padding" in text
+    assert "Give --strip_tokens=<id of the padding>, which removes padding" in text
     config = DataConfig(data_path=str(tmp_path), col_name="input_ids", seq_length=8, strip_tokens=(PAD,))
     assert opened(config).datasets[0].index.documents["tokens"].tolist() == LENGTHS
     assert "masks" not in said(tmp_path, caplog, strip_tokens=(PAD,))

@@ -389,7 +389,7 @@ def test_fetches_that_hang_do_not_keep_a_loader_open(threads: int, monkeypatch: 
 
     same = lambda step: step  # noqa: E731
     reader: Any = SimpleNamespace(locate=same, fetches=lambda step: [fetch], read=same, is_remote=True)
-    ahead = Prefetcher(reader, range(5, 8), threads=threads)
+    ahead: Any = Prefetcher(reader, range(5, 8), threads=threads)
     assert list(ahead) == [5, 6, 7]
     for _ in range(3):  # no more steps than there are
         begun.acquire()

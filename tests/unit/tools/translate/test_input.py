@@ -389,9 +389,9 @@ def test_a_flag_for_other_systems_without_a_use_is_refused(words: list[str], nam
 def test_a_flag_replaces_a_value_that_cannot_be_translated(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text("n_embd = 768\ndataset = 'x_char'\n")
-    assert read(str(path), "--data_path=mine").values["data_path"] == "mine"
+    assert read_unchecked(str(path), "--data_path=mine").values["data_path"] == "mine"
     (tmp_path / "a.json").write_text('{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 5}')
-    assert read(str(tmp_path / "a.json"), "--global_batch_size=40").values["global_batch_size"] == 40
+    assert read_unchecked(str(tmp_path / "a.json"), "--global_batch_size=40").values["global_batch_size"] == 40
 
 
 # Flags and words without a file
