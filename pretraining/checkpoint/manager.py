@@ -33,7 +33,7 @@ from pretraining.checkpoint.manifest import (
     describe_model,
 )
 from pretraining.checkpoint.mirror import PREEMPTED_SECONDS, Mirror
-from pretraining.checkpoint.own_checkpoints import replace_manifest, set_aside_others
+from pretraining.checkpoint.own_checkpoints import return_to, set_aside_others
 from pretraining.checkpoint.run_folder import Checkpoint
 from pretraining.checkpoint.saver import Saver
 from pretraining.checkpoint.start_point import CheckpointRef
@@ -206,19 +206,15 @@ class CheckpointManager:
             return []
         is_saved = start is not None and start.is_own and bool(start.manifest.recorded_files)
         if start is not None and is_saved and (rolls_back or start.is_rewind):
-            self._replace_manifest(start, self._loader.state_dict() if rolls_back else start.manifest.data)
+            saved, record = start.manifest, self._manifest.state[RUN_STATE]
+            data = self._loader.state_dict() if rolls_back else saved.data
+            on_rank_zero(lambda: return_to(start.path, saved, record, data))
             if rolls_back:
                 self._log_saved(Checkpoint(start.path, start.step, kind=start.manifest.kind))
         elif rolls_back or (start is not None and start.is_rewind):
             self.save_now(state, "interval")
         newest = self.newest
         return [] if newest is None else on_rank_zero(lambda: set_aside_others(self._config.folder, newest))
-
-    def _replace_manifest(self, start: CheckpointRef, data: dict[str, Any]) -> None:
-        """Give a checkpoint of this run a manifest with the branch and the request of this start."""
-        saved, record = start.manifest, self._manifest.state[RUN_STATE]
-        state = saved.state | {RUN_STATE: saved.state.get(RUN_STATE, {}) | record}
-        on_rank_zero(lambda: replace_manifest(start.path, replace(saved, state=state, data=data)))
 
     def finish(self, state: TrainState) -> None:
         """Save the last step, if there was one, and wait for the commit and the copy; raises as `maybe_save`.
