@@ -203,11 +203,11 @@ class History:
 
 def test_no_start_resumes_what_was_given_up_and_none_forgets_what_nobody_gave_up() -> None:
     total: Counter[str] = Counter()
-    for seed in range(10000):
+    for seed in range(4000):
         total.update({name: bool(count) for name, count in History(seed).run().items()})
     work_lost = total.pop("more steps that nobody gave up", 0)
     assert not +total, total
-    assert work_lost <= 3
+    assert work_lost <= 1
 
 
 def at(step: int, *branches: Branch) -> Saved:
