@@ -74,7 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint, and check names and sizes of its files; their content is not read.
 
     Raises:
-        CheckpointError: as in `read_document`; or a file is missing, surplus or of another size.
+        CheckpointError: as in `read_document`; or a file is missing or of another size.
     """
     manifest = read_document(folder)
     sizes = (size_fault(folder / name, entry) for name, entry in manifest.recorded_files.items())
@@ -85,11 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield a message for each file that the manifest does not name, and for each name outside the folder."""
-    files = manifest.recorded_files
-    here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")} if files else set()
-    for name in sorted(here - files.keys()):
-        yield f"{folder / name} does not belong to the checkpoint: its manifest does not name it"
-    for name in files:
+    """Yield a message for each name in a manifest that is no tensor file of the folder; other files may be there."""
+    for name in manifest.recorded_files:
         if Path(name).name != name or not (name.endswith(SHARD_SUFFIX) or name in FULL_FILES):
             yield f"{folder / MANIFEST} names {name!r}, which is no tensor file of this folder"

@@ -10,7 +10,7 @@ import logging
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -30,7 +30,6 @@ from pretraining.checkpoint.manifest import (
     RUN_STATE,
     Manifest,
     Stateful,
-    describe_model,
 )
 from pretraining.checkpoint.mirror import PREEMPTED_SECONDS, Mirror
 from pretraining.checkpoint.own_checkpoints import return_to, set_aside_others
@@ -52,7 +51,7 @@ def manifest_of_run(config: TrainConfig, run_id: str, branches: Branches) -> Man
     """Return the manifest fields that all checkpoints of a run share: model, layout, settings, record of the run."""
     world = {**layout_of_run(config), "cpu_threads": torch.get_num_threads()}
     record = {RUN_ID: run_id, BRANCHES: branches, REQUEST: config.checkpoint.resume_from_checkpoint}
-    model = describe_model(resolve_shape(config.model))
+    model = asdict(resolve_shape(config.model))
     return Manifest(model=model, world=world, config=dump_config(config), state={RUN_STATE: record})
 
 

@@ -22,9 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pretraining.checkpoint.branches import Branches, parse_branches
 from pretraining.config.variants import (
-    LLAMA3_FIELDS,
-    NEUTRAL,
-    SWITCHES,
     WITHOUT_WEIGHTS,
     LlamaShape,
     RopeScaling,
@@ -394,14 +391,6 @@ def tensor_state(
             for key, value in state_tensors(optimizer, parameter).items():
                 tensors[f"{OPTIMIZER_PREFIX}{key}.{name}"] = value
     return tensors
-
-
-def describe_model(shape: LlamaShape) -> dict[str, Any]:
-    """Return the JSON object of a model: a Llama without other switches has that of earlier versions, which read it."""
-    values = {name: value for name, value in asdict(shape).items() if name not in SWITCHES or value != NEUTRAL[name]}
-    if shape.rope_scaling is not None and shape.rope_scaling.rope_type == "llama3":
-        values["rope_scaling"] = {name: getattr(shape.rope_scaling, name) for name in LLAMA3_FIELDS}
-    return values
 
 
 def shape_of(manifest: Manifest) -> LlamaShape:

@@ -162,7 +162,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing shard": lambda folder: shard_of(folder).unlink(),
     "truncated shard": lambda folder: os.truncate(shard_of(folder), 9),
     "flipped bit": lambda folder: flip_byte(shard_of(folder), bits=1),
-    "stranger": lambda folder: (folder / "extra.safetensors").touch(),
     "lost manifest": lambda folder: (folder / MANIFEST).unlink(),
     "damaged manifest": lambda folder: (folder / MANIFEST).write_text("{"),
     "deep manifest": lambda folder: (folder / MANIFEST).write_text("[" * 10**5),
@@ -188,6 +187,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     with pytest.raises(CheckpointError) as none:
         load_newest(own(tmp_path))
     assert str(good) in str(none.value) and str(bad) in str(none.value)
+
+
+def test_a_file_that_no_manifest_names_is_no_damage(tmp_path: Path) -> None:
+    newest = save(tmp_path, 6)
+    for name in (f"._{shard_of(newest).name}", "._manifest.json", "extra.safetensors"):
+        (newest / name).write_bytes(b"\0")
+    found = load_newest(own(tmp_path))
+    assert found is not None and found.path == newest and not found.damaged
 
 
 def test_a_load_path_may_be_a_run_its_folder_of_checkpoints_or_one_checkpoint(tmp_path: Path) -> None:
