@@ -115,7 +115,7 @@ def is_given_up(point: Point, newest: Point) -> bool:
 def newest(folder: Iterable[AnyPoint], mirror: Iterable[AnyPoint]) -> AnyPoint | None:
     """Return the newest checkpoint of a run, of the good ones in its folder and in its mirror; None without any.
 
-    If neither of the two newest ones continues the other, two machines have trained the run. Where both only resumed
+    If neither of the two newest ones continues the other, two machines have trained the run. If both only resumed
     it, more steps win. Otherwise one has gone back: the folder wins if it has seen what the mirror holds.
     """
     here, there = (max(points, key=age_in_place, default=None) for points in (folder, mirror))
@@ -140,8 +140,8 @@ def begin_branch(
 ) -> Branches:
     """Return the branches of the checkpoints that a start will save.
 
-    Branches of which no place holds a checkpoint go. What they say of giving up stays: the next branch takes it over. A
-    start that does not see the mirror of its run keeps them all.
+    Branches of which no place holds a checkpoint go. The next branch takes over their begin, and whether they gave up
+    anything. A start that does not see the mirror of its run keeps all branches.
 
     Args:
         start: checkpoint of the run to start from; None = the run begins.
