@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from pretraining.checkpoint.branches import Branches
+from pretraining.checkpoint.chunks import tensor_state
 from pretraining.checkpoint.hf_import import record_origin
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
@@ -24,7 +25,6 @@ from pretraining.checkpoint.manifest import (
     SCHEDULE_STATE,
     TRACKERS_STATE,
     Stateful,
-    tensor_state,
 )
 from pretraining.checkpoint.mirror import Mirror, fetch_start
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, branches_of_start
