@@ -377,15 +377,15 @@ def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_values(document: Any) -> dict[str, Any]:
-    """Return the values of a JSON object without their checksum, which files of earlier versions lack.
+    """Return the values of a JSON object without their checksum.
 
     Raises:
-        ValueError: the document is not an object, or the checksum does not match.
+        ValueError: the document is not an object, or the checksum is missing or does not match.
     """
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
     values = {name: value for name, value in document.items() if name != CHECKSUM}
-    if CHECKSUM in document and document[CHECKSUM] != _checksum_of(values):
+    if document.get(CHECKSUM) != _checksum_of(values):
         raise ValueError("the content does not match its checksum")
     return values
 

@@ -115,7 +115,7 @@ def is_given_up(point: Point, newest: Point) -> bool:
 def newest(folder: Iterable[AnyPoint], mirror: Iterable[AnyPoint]) -> AnyPoint | None:
     """Return the newest checkpoint of a run, of the good ones in its folder and in its mirror; None without any.
 
-    If neither of the two newest ones continues the other, two machines have trained the run. Where both only resumed
+    If neither of the two newest ones continues the other, two machines have trained the run. If both only resumed
     it, more steps win. Otherwise one has gone back: the folder wins if it has seen what the mirror holds.
     """
     here, there = (max(points, key=age_in_place, default=None) for points in (folder, mirror))
@@ -140,7 +140,8 @@ def begin_branch(
 ) -> Branches:
     """Return the branches of the checkpoints that a start will save.
 
-    Branches without a checkpoint go. What they say of giving up stays: the next branch takes it over.
+    Branches of which no place holds a checkpoint go. The next branch takes over their begin, and whether they gave up
+    anything. A start that does not see the mirror of its run keeps all branches.
 
     Args:
         start: checkpoint of the run to start from; None = the run begins.
@@ -149,20 +150,20 @@ def begin_branch(
         above: number of the last branch that began in this folder.
         seen: newest checkpoint in the mirror.
     """
-    saved = {point.branches[-1].id for point in known if point.branches}
     number = max([above, *map(number_of, known)]) + 1
     mirrored = None if seen is None else Seen(number_of(seen), *identity_of(seen))
     last = Branch(number, step, secrets.token_hex(4), is_plain, mirrored)
+    before = () if start is None else start.branches
+    if seen is None and any(branch.seen is not None for branch in before):
+        return (*before, last)
+    saved = {point.branches[-1].id for point in known if point.branches}
     kept, dropped = list[Branch](), None
-    for branch in (*(() if start is None else start.branches), last):
+    for branch in (*before, last):
         if dropped is not None:
-            is_plain, seen_before = branch.is_plain and dropped.is_plain, branch.seen or dropped.seen
-            branch = branch._replace(begin=dropped.begin, is_plain=is_plain, seen=seen_before)
-        if branch.id in saved or branch.id == last.id:
-            kept.append(branch)
-            dropped = None
-        else:
-            dropped = branch
+            branch = branch._replace(begin=dropped.begin, is_plain=branch.is_plain and dropped.is_plain)
+        is_kept = branch.id in saved or branch.id == last.id
+        kept += [branch] if is_kept else []
+        dropped = None if is_kept else branch
     return tuple(kept)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import add, sub
 
 import torch
+from torch import nn
 
+from pretraining.checkpoint.manifest import OPTIMIZER_PREFIX
 from pretraining.distributed.grad_norm import is_sharded, local_part
+from pretraining.optim.state import state_tensors
 
 CHUNK_BYTES = 2**20  # fits a core's cache, so that a chunk is checked and copied with one read from memory
 
@@ -75,3 +78,19 @@ def local_chunk(tensor: torch.Tensor) -> Chunk:
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the host."""
     return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def tensor_state(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint, without a copy: loading into them restores the run.
+
+    Args:
+        optimizer: its state must be materialised, or there is none yet; None = parameters only.
+    """
+    tensors: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
+    if optimizer is not None:
+        for name, parameter in parameters.items():
+            for key, value in state_tensors(optimizer, parameter).items():
+                tensors[f"{OPTIMIZER_PREFIX}{key}.{name}"] = value
+    return tensors

@@ -24,8 +24,9 @@ from pathlib import Path
 from time import thread_time
 
 from pretraining.checkpoint.branches import age_in_place, continues
+from pretraining.checkpoint.checksums import ChecksummedFile, crc32_text
 from pretraining.checkpoint.forms import misnamed_files
-from pretraining.checkpoint.manifest import MANIFEST, ChecksummedFile, FileEntry, Manifest, crc32_text
+from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from pretraining.checkpoint.own_checkpoints import Copies, move_aside
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, Copy, checkpoint_at, temporary_name
 from pretraining.errors import CheckpointError, DamagedError

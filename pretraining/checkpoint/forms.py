@@ -11,18 +11,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from pretraining.checkpoint.manifest import (
-    FULL_FILES,
-    ITERATION_FILE,
-    MANIFEST,
-    SHARD_SUFFIX,
-    Manifest,
-    read_json_of,
-    size_fault,
-)
+from pretraining.checkpoint.manifest import FULL_FILES, ITERATION_FILE, MANIFEST, SHARD_SUFFIX, FileEntry, Manifest
 from pretraining.errors import CheckpointError
-from pretraining.files import is_file
+from pretraining.files import exists, is_file, lfs_pointer_hint, read_json
 from pretraining.model.hf import CONFIG_FILE
 
 
@@ -74,7 +67,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint, and check names and sizes of its files; their content is not read.
 
     Raises:
-        CheckpointError: as in `read_document`; or a file is missing, surplus or of another size.
+        CheckpointError: as in `read_document`; or a file is missing or of another size.
     """
     manifest = read_document(folder)
     sizes = (size_fault(folder / name, entry) for name, entry in manifest.recorded_files.items())
@@ -85,11 +78,27 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield a message for each file that the manifest does not name, and for each name outside the folder."""
-    files = manifest.recorded_files
-    here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")} if files else set()
-    for name in sorted(here - files.keys()):
-        yield f"{folder / name} does not belong to the checkpoint: its manifest does not name it"
-    for name in files:
+    """Yield a message for each name in a manifest that is no tensor file of the folder; other files may be there."""
+    for name in manifest.recorded_files:
         if Path(name).name != name or not (name.endswith(SHARD_SUFFIX) or name in FULL_FILES):
             yield f"{folder / MANIFEST} names {name!r}, which is no tensor file of this folder"
+
+
+def read_json_of(path: Path, name: str) -> Any:
+    """Read a JSON file of a folder; raise a CheckpointError if it cannot be read."""
+    try:
+        return read_json(path / name)
+    except (OSError, ValueError) as error:
+        problem = lfs_pointer_hint(path / name) or f"cannot be read as JSON: {error}"
+        raise CheckpointError(problem, path=path / name) from None
+
+
+def size_fault(path: Path, written: FileEntry) -> str | None:
+    """Return a message if a file is missing or has another size, else None."""
+    if not is_file(path):
+        return f"{path} is no file" if exists(path) else f"{path} is missing"
+    size = path.stat().st_size
+    if size == written.bytes:
+        return None
+    hint = lfs_pointer_hint(path)
+    return f"{path}: {hint}" if hint else f"{path} has {size:,} bytes in place of {written.bytes:,}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import asdict
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -22,8 +23,9 @@ import torch
 import yaml
 
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
+from pretraining.checkpoint.forms import read_json_of
 from pretraining.checkpoint.headers import StoredTensors, read_headers
-from pretraining.checkpoint.manifest import Manifest, describe_model, read_json_of
+from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.config.settings_files import read_yaml
 from pretraining.config.variants import LlamaShape
@@ -76,7 +78,7 @@ def open_folder(path: Path) -> tuple[LlamaShape, StoredTensors]:
         raise CheckpointError(f"holds {INNER_MODEL}", path=path)
     _check_head(path, shape, weights)
     _log_unread(path, tuple(files))
-    if faults := tensor_faults(weights, Manifest(model=describe_model(shape))):
+    if faults := tensor_faults(weights, Manifest(model=asdict(shape))):
         raise CheckpointError(f"does not hold the tensors of its {CONFIG_FILE}: {first_faults(faults)}", path=path)
     return shape, weights
 
@@ -124,7 +126,7 @@ def describe_other_weights(path: Path) -> str:
 def manifest_of_folder(path: Path) -> Manifest:
     """Return the manifest of a checkpoint of step 0 with this folder's weights alone; raises as `open_folder`."""
     shape, weights = open_folder(path)
-    return Manifest(model=describe_model(shape), files=dict.fromkeys(weights.headers))
+    return Manifest(model=asdict(shape), files=dict.fromkeys(weights.headers))
 
 
 def _weight_files(path: Path) -> list[str]:

@@ -45,7 +45,7 @@ class Holder:
         machine: boot and process id namespace.
         process_start: start time; a later process with the same id has another.
         started: time when the lease was taken, for people.
-        folder: real path of the run's folder; empty in leases of earlier versions.
+        folder: real path of the run's folder; empty before the lease is taken.
         inode: number of the lease's file.
     """
 
@@ -55,15 +55,15 @@ class Holder:
     process_start: str
     started: str
     token: str
-    folder: str = ""
-    inode: int = 0
+    folder: str
+    inode: int
 
     @staticmethod
     def this_process() -> Holder:
-        """Return this process, with a new token."""
+        """Return this process, with a new token, before it has the lease."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         pid = os.getpid()
-        return Holder(socket.gethostname(), _machine_id(), pid, _process_start(pid), now, secrets.token_hex(8))
+        return Holder(socket.gethostname(), _machine_id(), pid, _process_start(pid), now, secrets.token_hex(8), "", 0)
 
     @property
     def is_alive(self) -> bool | None:
@@ -206,7 +206,7 @@ def _is_copied(run: Path, holder: Holder) -> bool:
     """Return whether a lease was copied together with its folder."""
     change = _last_change(run / LEASE)
     is_other_file = change is not None and change[1] != holder.inode
-    return holder.folder not in ("", str(real_path(run))) and is_other_file
+    return holder.folder != str(real_path(run)) and is_other_file
 
 
 def _held_error(run: Path, holder: Holder | None) -> CheckpointError:

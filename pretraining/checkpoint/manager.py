@@ -10,7 +10,7 @@ import logging
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -30,10 +30,9 @@ from pretraining.checkpoint.manifest import (
     RUN_STATE,
     Manifest,
     Stateful,
-    describe_model,
 )
 from pretraining.checkpoint.mirror import PREEMPTED_SECONDS, Mirror
-from pretraining.checkpoint.own_checkpoints import replace_manifest, set_aside_others
+from pretraining.checkpoint.own_checkpoints import return_to, set_aside_others
 from pretraining.checkpoint.run_folder import Checkpoint
 from pretraining.checkpoint.saver import Saver
 from pretraining.checkpoint.start_point import CheckpointRef
@@ -52,7 +51,7 @@ def manifest_of_run(config: TrainConfig, run_id: str, branches: Branches) -> Man
     """Return the manifest fields that all checkpoints of a run share: model, layout, settings, record of the run."""
     world = {**layout_of_run(config), "cpu_threads": torch.get_num_threads()}
     record = {RUN_ID: run_id, BRANCHES: branches, REQUEST: config.checkpoint.resume_from_checkpoint}
-    model = describe_model(resolve_shape(config.model))
+    model = asdict(resolve_shape(config.model))
     return Manifest(model=model, world=world, config=dump_config(config), state={RUN_STATE: record})
 
 
@@ -206,19 +205,15 @@ class CheckpointManager:
             return []
         is_saved = start is not None and start.is_own and bool(start.manifest.recorded_files)
         if start is not None and is_saved and (rolls_back or start.is_rewind):
-            self._replace_manifest(start, self._loader.state_dict() if rolls_back else start.manifest.data)
+            saved, record = start.manifest, self._manifest.state[RUN_STATE]
+            data = self._loader.state_dict() if rolls_back else saved.data
+            on_rank_zero(lambda: return_to(start.path, saved, record, data))
             if rolls_back:
                 self._log_saved(Checkpoint(start.path, start.step, kind=start.manifest.kind))
         elif rolls_back or (start is not None and start.is_rewind):
             self.save_now(state, "interval")
         newest = self.newest
         return [] if newest is None else on_rank_zero(lambda: set_aside_others(self._config.folder, newest))
-
-    def _replace_manifest(self, start: CheckpointRef, data: dict[str, Any]) -> None:
-        """Give a checkpoint of this run a manifest with the branch and the request of this start."""
-        saved, record = start.manifest, self._manifest.state[RUN_STATE]
-        state = saved.state | {RUN_STATE: saved.state.get(RUN_STATE, {}) | record}
-        on_rank_zero(lambda: replace_manifest(start.path, replace(saved, state=state, data=data)))
 
     def finish(self, state: TrainState) -> None:
         """Save the last step, if there was one, and wait for the commit and the copy; raises as `maybe_save`.

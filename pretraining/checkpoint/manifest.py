@@ -11,20 +11,14 @@ Neither depends on the number of processes: tensors are global, and all processe
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pretraining.checkpoint.branches import Branches, parse_branches
 from pretraining.config.variants import (
-    LLAMA3_FIELDS,
-    NEUTRAL,
-    SWITCHES,
     WITHOUT_WEIGHTS,
     LlamaShape,
     RopeScaling,
@@ -34,13 +28,9 @@ from pretraining.config.variants import (
     size_problems,
 )
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import exists, is_file, lfs_pointer_hint, read_json, with_checksum
+from pretraining.files import with_checksum
 from pretraining.optim.horizon import ANNEALING_FROM
 from pretraining.progress import PENDING_EVALUATION, PENDING_TASKS
-
-if TYPE_CHECKING:  # reading manifests needs no torch, whose import takes a second
-    import torch
-    from torch import nn
 
 FORMAT_VERSION = 2
 
@@ -323,85 +313,7 @@ def _check_data_state(data: dict[str, Any]) -> None:
         raise TypeError(f"data has {shown(wrong[0])} in place of a count")
 
 
-def crc32_text(value: int) -> str:
-    """Return a CRC-32 as eight hexadecimal digits."""
-    return f"{value:08x}"
-
-
-class ChecksummedFile(io.FileIO):
-    """New file, whose checksum is computed while it is written; keeps an error of the disk, which torch would hide."""
-
-    crc32 = 0
-    failure: OSError | None = None
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "wb")
-
-    def write(self, content: Any) -> int:
-        """Write all bytes of the content."""
-        left = memoryview(content)
-        self.crc32 = zlib.crc32(left, self.crc32)
-        try:
-            while left:
-                left = left[os.write(self.fileno(), left) :]
-        except OSError as error:
-            self.failure = error
-            raise
-        return len(content)
-
-    def finish(self) -> FileEntry:
-        """Flush the file to disk; return its size and checksum."""
-        os.fsync(self.fileno())
-        return FileEntry(self.tell(), crc32_text(self.crc32))
-
-
-def read_json_of(path: Path, name: str) -> Any:
-    """Read a JSON file of a folder; raise a CheckpointError if it cannot be read."""
-    try:
-        return read_json(path / name)
-    except (OSError, ValueError) as error:
-        problem = lfs_pointer_hint(path / name) or f"cannot be read as JSON: {error}"
-        raise CheckpointError(problem, path=path / name) from None
-
-
-def size_fault(path: Path, written: FileEntry) -> str | None:
-    """Return a message if a file is missing or has another size, else None."""
-    if not is_file(path):
-        return f"{path} is no file" if exists(path) else f"{path} is missing"
-    size = path.stat().st_size
-    if size == written.bytes:
-        return None
-    hint = lfs_pointer_hint(path)
-    return f"{path}: {hint}" if hint else f"{path} has {size:,} bytes in place of {written.bytes:,}"
-
-
-# Tensors and dimensions
-
-
-def tensor_state(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint, without a copy: loading into them restores the run.
-
-    Args:
-        optimizer: its state must be materialised, or there is none yet; None = parameters only.
-    """
-    from pretraining.optim.state import state_tensors  # here, since callers with parameters have imported torch
-
-    tensors: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
-    if optimizer is not None:
-        for name, parameter in parameters.items():
-            for key, value in state_tensors(optimizer, parameter).items():
-                tensors[f"{OPTIMIZER_PREFIX}{key}.{name}"] = value
-    return tensors
-
-
-def describe_model(shape: LlamaShape) -> dict[str, Any]:
-    """Return the JSON object of a model: a Llama without other switches has that of earlier versions, which read it."""
-    values = {name: value for name, value in asdict(shape).items() if name not in SWITCHES or value != NEUTRAL[name]}
-    if shape.rope_scaling is not None and shape.rope_scaling.rope_type == "llama3":
-        values["rope_scaling"] = {name: getattr(shape.rope_scaling, name) for name in LLAMA3_FIELDS}
-    return values
+# Dimensions
 
 
 def shape_of(manifest: Manifest) -> LlamaShape:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pretraining.checkpoint.branches import identity_of, is_given_up, newest
+from pretraining.checkpoint.branches import Branches, begin_branch, identity_of, is_given_up, newest
 from pretraining.checkpoint.forms import read_manifest
-from pretraining.checkpoint.manifest import MANIFEST, Manifest
+from pretraining.checkpoint.manifest import MANIFEST, RUN_STATE, Manifest
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
     SET_ASIDE,
@@ -164,14 +164,38 @@ def _first_good(
 # Changes in a run's folder
 
 
-def replace_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    """Give a checkpoint another manifest, by one rename.
+def branches_of_start(
+    run: Path, start: Manifest | None, step: int, copies: Copies, *, above: int, is_plain: bool
+) -> Branches:
+    """Begin the branch of a start that trains, and return the branches of the checkpoints that it will save.
+
+    Args:
+        start: checkpoint of the run to start from; None = the run begins.
+        step: step of the start.
+        copies: checkpoints in the mirror, listed since this process is its writer.
+        above: number of the last branch that began in this folder.
+        is_plain: whether the start resumes the newest checkpoint that it saw.
+    """
+    listed = list_run(run, copies)
+    known = [*listed.saved, *listed.set_aside]
+    return begin_branch(start, step, known, above=above, is_plain=is_plain, seen=listed.mirrored)
+
+
+def return_to(checkpoint: Path, saved: Manifest, record: Mapping[str, Any], data: dict[str, Any]) -> None:
+    """Make an older checkpoint the newest one of its run: give it another manifest, by one rename.
+
+    Args:
+        saved: its manifest until now, whose settings, losses and states stay.
+        record: record of the run in the checkpoints of this start, with the new branch.
+        data: position in the data.
 
     Raises:
         CheckpointError: the manifest cannot be written.
     """
+    state = saved.state | {RUN_STATE: saved.state.get(RUN_STATE, {}) | record}
+    document = replace(saved, state=state, data=data).document()
     with writing_into(checkpoint / MANIFEST):
-        write_atomic(checkpoint / MANIFEST, json.dumps(manifest.document(), indent=1))
+        write_atomic(checkpoint / MANIFEST, json.dumps(document, indent=1))
 
 
 def move_aside(run: Path, checkpoints: Sequence[Checkpoint]) -> Path:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pretraining.checkpoint.checksums import ChecksummedFile
 from pretraining.checkpoint.headers import load_file
 from pretraining.checkpoint.manifest import (
     FIELDS,
@@ -30,7 +31,6 @@ from pretraining.checkpoint.manifest import (
     OPTIMIZER_FILE,
     OPTIMIZER_PREFIX,
     SCHEDULE_FILE,
-    ChecksummedFile,
     FileEntry,
     Manifest,
     shape_of,

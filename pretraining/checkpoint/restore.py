@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pretraining.checkpoint.chunks import local_chunk, local_tensor
+from pretraining.checkpoint.chunks import local_chunk, local_tensor, tensor_state
 from pretraining.checkpoint.headers import read_headers
 from pretraining.checkpoint.hf_import import EMBEDDING, HEAD
-from pretraining.checkpoint.manifest import Files, shape_of, tensor_state
+from pretraining.checkpoint.manifest import Files, shape_of
 from pretraining.checkpoint.reader import load_tensors, read_tensor
 from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.distributed.processes import on_rank_zero

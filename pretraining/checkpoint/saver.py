@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pretraining.checkpoint.chunks import tensor_state
 from pretraining.checkpoint.completeness import is_finite
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manifest import Manifest, tensor_state
+from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.mirror import Mirror
 from pretraining.checkpoint.pt_files import FullSave
 from pretraining.checkpoint.retention import apply_retention

@@ -27,9 +27,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from pretraining.checkpoint.checksums import ChecksummedFile
 from pretraining.checkpoint.chunks import CHUNK_BYTES, DTYPES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manifest import MANIFEST, SHARD_SUFFIX, ChecksummedFile, FileEntry, Manifest
+from pretraining.checkpoint.manifest import MANIFEST, SHARD_SUFFIX, FileEntry, Manifest
 from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, temporary_name, unfinished_saves
 from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pretraining.checkpoint.manifest import tensor_state
+from pretraining.checkpoint.chunks import tensor_state
 from pretraining.checkpoint.restore import load_newest
 from pretraining.checkpoint.run_folder import newest_run_path
 from pretraining.checkpoint.start_point import find_newest

@@ -11,14 +11,14 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from pretraining.checkpoint.branches import begin_branch
 from pretraining.checkpoint.hf_import import open_folder, record_origin
-from pretraining.checkpoint.manifest import BRANCHES, MANIFEST, RUN_ID, RUN_STATE, Manifest, describe_model
+from pretraining.checkpoint.manifest import BRANCHES, MANIFEST, RUN_ID, RUN_STATE, Manifest
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import write_tensors
@@ -52,7 +52,7 @@ def import_weights(config: ImportConfig) -> None:
     shape, stored = open_folder(source)
     folder, sizes = checkpoint_path(run, 0), parameter_shapes(shape)
     record = {RUN_ID: secrets.token_hex(8), BRANCHES: begin_branch(None, 0, [], above=0, is_plain=True, seen=None)}
-    manifest = Manifest(model=describe_model(shape), config=_settings(source, shape, run), state={RUN_STATE: record})
+    manifest = Manifest(model=asdict(shape), config=_settings(source, shape, run), state={RUN_STATE: record})
     with atomic_folder(folder, "--ckpt_save_path", sum(4 * size.numel() for size in sizes.values())) as temporary:
         write_weights(temporary, sizes, lambda name: read_tensor(stored, name).float(), manifest)
         record_origin(run, source, config.input_path)

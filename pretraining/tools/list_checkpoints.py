@@ -37,8 +37,8 @@ class ListedCheckpoint:
     Attributes:
         name: folder name; of one that is set aside, with the folder set_aside_<time>.
         state: "complete"; "incomplete" (an interrupted save, or one in progress); "damaged" (wrong names or sizes);
-            "set aside" (the run has gone back from it); "not used" (the next start sets it aside, or it belongs to
-            another run).
+            "set aside" (the run has gone back from it). A checkpoint is "not used" if the next start sets it aside,
+            or if it belongs to another run.
         kind: reason for the save, from the manifest; "import" for imported weights, "merged" for an average.
         best: whether the link `best` of the run points to this checkpoint.
         bytes: size of all files.

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.branches import Branches, begin_branch
+from pretraining.checkpoint.branches import Branches
+from pretraining.checkpoint.chunks import tensor_state
 from pretraining.checkpoint.hf_import import record_origin
 from pretraining.checkpoint.manager import CheckpointManager, layout_of_run, manifest_of_run
 from pretraining.checkpoint.manifest import (
@@ -24,10 +25,9 @@ from pretraining.checkpoint.manifest import (
     SCHEDULE_STATE,
     TRACKERS_STATE,
     Stateful,
-    tensor_state,
 )
 from pretraining.checkpoint.mirror import Mirror, fetch_start
-from pretraining.checkpoint.own_checkpoints import NO_COPIES, list_run
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, branches_of_start
 from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.run_folder import write_config
 from pretraining.checkpoint.saver import Saver
@@ -404,14 +404,9 @@ def _begin_branch(plan: Plan, mirror: Mirror | None, status: RunStatusWriter) ->
     if config.ckpt_save_path is None:
         return ()
     copies = NO_COPIES if mirror is None else mirror.copies
-    listed = list_run(config.folder, copies)
-    branches = begin_branch(
-        plan.start.manifest if plan.start is not None and plan.start.is_own else None,
-        plan.state.step,
-        [*listed.saved, *listed.set_aside],
-        above=status.branch,
-        is_plain=not plan.is_return,
-        seen=listed.mirrored,
+    start = plan.start.manifest if plan.start is not None and plan.start.is_own else None
+    branches = branches_of_start(
+        config.folder, start, plan.state.step, copies, above=status.branch, is_plain=not plan.is_return
     )
     status.record_branch(branches[-1].number)
     return branches

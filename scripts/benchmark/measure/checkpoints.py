@@ -38,8 +38,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from pretraining.checkpoint.chunks import local_tensor
-from pretraining.checkpoint.manifest import Manifest, tensor_state
+from pretraining.checkpoint.chunks import local_tensor, tensor_state
+from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.restore import load_model
 from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from tiny_shape import TINY_SHAPE
 
 from pretraining.checkpoint.chunks import Chunk
-from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, describe_model
+from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from pretraining.checkpoint.pt_files import write_full
 from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.config.recipes import dump_config
@@ -53,7 +53,7 @@ def manifest_of(shape: LlamaShape, step: int = 3, **changes: Any) -> Manifest:
     more |= {
         "global_batch_size": 4,
         "world": {"processes": 3, "sharding_strategy": "fsdp"},
-        "model": describe_model(shape),
+        "model": asdict(shape),
     }
     manifest = Manifest(step=step, tokens_seen=step * 100, seconds=1.5, config=settings_of(shape), **more)
     return replace(manifest, **changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +12,13 @@ import pytest
 from training_runs import TINY, assert_same_tensors, checkpoints_of, losses_of, metrics_of
 
 from pretraining.checkpoint import copies
+from pretraining.checkpoint.branches import identity_of
 from pretraining.checkpoint.copies import fetch_copy, read_copies
+from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, list_copies
 from pretraining.cli import main
 from pretraining.config.training import CheckpointConfig
-from pretraining.errors import CheckpointError, ConfigError, DamagedError
+from pretraining.errors import CheckpointError, ConfigError, DamagedError, OutdatedError
 from pretraining.files import with_checksum
 from pretraining.object_store import Store, StoreError
 from pretraining.tools.commands import PushConfig
@@ -112,12 +114,8 @@ def config_of(folder: Path) -> CheckpointConfig:
 
 
 def test_the_mirror_of_another_run_is_refused(copied: Path) -> None:
-    """A run that has lost its id knows its mirror by a checkpoint."""
-    own, owner = copied / "run" / MIRROR_FILE, copied / "store" / MIRROR_FILE
-    own.write_text("{")
+    owner = copied / "store" / MIRROR_FILE
     list_copies(config_of(copied))
-    mirror_of(copied)
-    assert own.read_text() != "{"
     owner.write_text(json.dumps(with_checksum({"run": "another", "writer": "a start"})))
     with pytest.raises(CheckpointError, match="another run") as caught:
         list_copies(config_of(copied))
@@ -130,8 +128,7 @@ def test_the_mirror_of_another_run_is_refused(copied: Path) -> None:
 
 def test_a_run_without_copies_begins_with_its_start_point(copied: Path) -> None:
     shutil.rmtree(copied / "store")
-    (copied / "run" / MIRROR_FILE).unlink()
-    mirror = Mirror(config_of(copied), 6, copied / "run" / "checkpoints" / "step_6_ckp")
+    mirror = Mirror(config_of(copied), "a run", copied / "run" / "checkpoints" / "step_6_ckp")
     mirror.start()
     assert mirror.finish(60.0) is None and copies_in(copied) == {"step_6_ckp"}
 
@@ -161,11 +158,44 @@ def test_retention_removes_copies_except_the_best_and_those_of_the_user(tmp_path
 def test_a_run_that_goes_back_sets_the_newer_copies_aside(copied: Path) -> None:
     train(copied, "resume_from_checkpoint=2", "run_steps=1")
     assert copies_in(copied) == {"step_2_ckp", "step_3_ckp"}
-    assert {path.parent.name for path in (copied / "store").rglob("set_aside.json")} == {"step_4_ckp", "step_6_ckp"}
+    aside = (copied / "store" / "checkpoints").glob("set_aside_*/*/manifest.json")
+    assert {path.parent.name for path in aside} == {"step_4_ckp", "step_6_ckp"}
 
 
-def mirror_of(folder: Path, step: int = 6, *, spare_cores: bool = False) -> Mirror:
-    return Mirror(config_of(folder), step, spare_cores=spare_cores)
+def test_a_return_costs_the_mirror_one_object_and_a_refused_one_nothing(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write = list[str](), Store.write
+
+    def watch(self: Store, name: str, pieces: Iterable[bytes]) -> None:
+        written.append(name)
+        write(self, name, pieces)
+
+    monkeypatch.setattr(Store, "write", watch)
+    with pytest.raises(SystemExit):
+        train(copied, "resume_from_checkpoint=2", "hidden_size=16")
+    assert copies_in(copied) == STEPS and {name.partition(".")[0] for name in written} == {"probe"}
+    train(copied, "resume_from_checkpoint=2", "run_steps=1")
+    assert [name for name in written if "step_2_ckp" in name] == ["checkpoints/step_2_ckp/manifest.json"]
+    numbers = read_copies(f"file://{copied}/store").complete["step_2_ckp"].manifest.branches
+    assert numbers == read_document(copied / "run" / "checkpoints" / "step_2_ckp").branches and len(numbers) == 2
+
+
+def test_a_newer_copy_of_another_machine_is_an_error_on_which_the_start_is_planned_again(copied: Path) -> None:
+    newest = ids_of(copied)[-1]
+    Mirror(config_of(copied), "a run", expected=newest, is_checked=True)
+    for expected in (None, ids_of(copied)[0]):
+        with pytest.raises(OutdatedError, match="step 6"):
+            Mirror(config_of(copied), "a run", expected=expected, is_checked=True)
+
+
+def ids_of(folder: Path) -> list[tuple[str, int]]:
+    copies = read_copies(f"file://{folder}/store").complete.values()
+    return sorted((identity_of(copy.manifest) for copy in copies), key=lambda identity: identity[1])
+
+
+def mirror_of(folder: Path, *, spare_cores: bool = False) -> Mirror:
+    return Mirror(config_of(folder), "a run", spare_cores=spare_cores)
 
 
 def test_a_writer_that_another_one_follows_overwrites_nothing(copied: Path) -> None:

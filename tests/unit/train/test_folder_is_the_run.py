@@ -107,15 +107,13 @@ def test_a_folder_without_settings_is_one_error_with_what_to_type(tmp_path: Path
 # A copy
 
 
-@pytest.mark.parametrize("place", ["copied", "the folder itself", "another mount", "an earlier version"])
+@pytest.mark.parametrize("place", ["copied", "the folder itself", "another mount"])
 def test_a_lease_holds_its_own_folder_and_no_copy(trained: Path, run: Path, place: str) -> None:
     """The holder is this living process."""
     folder = str(run) if place == "the folder itself" else str(trained)
     (run / LEASE).touch()
     inode = 1 if place in ("copied", "the folder itself") else (run / LEASE).stat().st_ino
     document = asdict(replace(Holder.this_process(), folder=folder, inode=inode))
-    if place == "an earlier version":
-        del document["folder"], document["inode"]
     (run / LEASE).write_text(json.dumps(with_checksum(document)))
     if place == "copied":
         (run / "checkpoints" / "step_5_ckp.1f9c.tmp").mkdir()

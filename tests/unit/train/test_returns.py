@@ -154,7 +154,7 @@ def test_another_request_goes_back_again_and_one_that_ended_halfway_does_the_res
     assert started_at(run) == 4 and {"mine", "step_9_ckp"} <= checkpoints_of(run)  # neither is moved nor used
 
 
-@pytest.mark.parametrize("killed", ["replace_manifest", "set_aside_others", "_write_records"])
+@pytest.mark.parametrize("killed", ["return_to", "set_aside_others", "_write_records"])
 def test_a_return_that_is_killed_is_done_or_not(run: Path, monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
     def die(*arguments: object) -> None:
         raise CheckpointError("killed")
@@ -162,7 +162,7 @@ def test_a_return_that_is_killed_is_done_or_not(run: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(build if killed == "_write_records" else manager, killed, die)
         assert str(refusal(run, *BACK)) == "killed"
-    is_done = killed != "replace_manifest"
+    is_done = killed != "return_to"
     assert checkpoint(run, 4).exists() == (killed != "_write_records")
     assert load_config(run / "config.yaml").checkpoint.resume_from_checkpoint is None
     resume(run, "run_steps=1")

@@ -92,7 +92,7 @@ class KilledError(Exception):
 
 STAGES = {
     "before a target is found": (run_module, "_rollback_from"),
-    "before the target gets its manifest": (manager, "replace_manifest"),
+    "before the target gets its manifest": (manager, "return_to"),
     "before newer checkpoints are set aside": (manager, "set_aside_others"),
     "before training continues": (build_module, "_write_records"),
 }
