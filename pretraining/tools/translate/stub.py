@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pretraining.tools.translate import rows
+from pretraining.tools.translate.engine import System, Translation
 from pretraining.tools.translate.rows import Row, renamed
-from pretraining.tools.translate.system import System, Translation
 
 _MODEL = "model.hf_config."
 _SIZES = (

@@ -8,7 +8,8 @@ from typing import Any
 from pretraining.config.assignments import Assignment, Reader
 from pretraining.config.command_line import assign, read_given, read_words, resolve_config
 from pretraining.config.training import TrainConfig
-from pretraining.tools.translate.translate import translate, translate_all
+from pretraining.tools.translate.systems import translate_all
+from pretraining.tools.translate.translate import translate
 
 Flags = Mapping[str, Any]
 
