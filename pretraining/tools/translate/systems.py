@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 SYSTEMS = {table.SYSTEM.kind: table.SYSTEM for table in (stub, guide, deepspeed, composed, nanogpt)}
 _PYTHON = ".py"
-_LEFT_OPEN = (
-    *("seq_length", "batch_size", "num_steps", "mixed_precision", "optimizer", "learning_rate", "weight_decay"),
-    *("adam_beta2", "grad_clip_thresh", "schedule", "warmup_steps"),
-)
+_LEFT_OPEN = """
+    seq_length batch_size num_steps mixed_precision optimizer learning_rate weight_decay adam_beta2 grad_clip_thresh
+    schedule warmup_steps
+"""
 """Settings of learning, which are named if nothing sets them beside another system's file."""
 
 
@@ -53,7 +53,7 @@ class Translated:
             yield f"not given, and as there: {', '.join(f'{default.name}={default.raw}' for default in self.defaults)}"
         files = [read.name for read in self.translations if read.name != composed.WORDS]
         values = read_given(TrainConfig, self.assignments).values if files else {}
-        defaults = {name: settings_of(TrainConfig)[name].default for name in _LEFT_OPEN if name not in values}
+        defaults = {name: settings_of(TrainConfig)[name].default for name in _LEFT_OPEN.split() if name not in values}
         texts = [name if value is None else f"{name}={format_value(value)}" for name, value in defaults.items()]
         if files and texts:
             yield f"left open by {', '.join(files)}, and as here: {', '.join(texts)}"
