@@ -44,7 +44,7 @@ _MAX_NAMED = 8
 
 @dataclass(frozen=True)
 class Job:
-    """What goes along through a whole start.
+    """Companion of a whole start: processes, requests, status, lease.
 
     Attributes:
         processes: this process among those of the job.

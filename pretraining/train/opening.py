@@ -38,7 +38,7 @@ from pretraining.train.open_data import OpenedData, open_data
 
 @dataclass(frozen=True)
 class Opened:
-    """What a run has open.
+    """Everything that a run has open.
 
     Attributes:
         config: complete settings that it was opened for.

@@ -13,7 +13,7 @@ import pretraining
 from pretraining.cli import COMMANDS
 from pretraining.config.assignments import ALIASES
 from pretraining.config.fields import settings_of
-from pretraining.tools.translate.translate import SYSTEMS
+from pretraining.tools.translate.systems import SYSTEMS
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").glob("*.md")

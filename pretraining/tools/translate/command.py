@@ -15,8 +15,8 @@ from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, output_errors, write_atomic
 from pretraining.launch.terminal import print_text
 from pretraining.tools.commands import TranslateConfig
-from pretraining.tools.translate.system import ACCEPT_LLAMA, ACCEPT_UNKNOWN
-from pretraining.tools.translate.translate import SYSTEMS, translate_all
+from pretraining.tools.translate.engine import ACCEPT_LLAMA, ACCEPT_UNKNOWN
+from pretraining.tools.translate.systems import SYSTEMS, translate_all
 
 _YAML = (".yaml", ".yml")
 _FIRST_WORDS = "# Translated from "

@@ -14,8 +14,8 @@ from pretraining.config.plugins import OPTIMIZERS, PLUGIN_PATH
 from pretraining.config.variants import VARIANTS
 from pretraining.files import real_path
 from pretraining.tools.translate import rows
+from pretraining.tools.translate.engine import System, Translation
 from pretraining.tools.translate.rows import NotALlamaError, Row, renamed
-from pretraining.tools.translate.system import System, Translation
 
 WORDS = "the command line"
 """Name of words without a file, in messages."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pretraining.tools.translate import rows
+from pretraining.tools.translate.engine import System, Translation
 from pretraining.tools.translate.rows import Row, renamed
-from pretraining.tools.translate.system import System, Translation
 
 BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _PARAMS, _SCHEDULE = "optimizer.params.", "scheduler.params."

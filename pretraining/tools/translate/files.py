@@ -23,7 +23,7 @@ from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import is_file
-from pretraining.tools.translate.system import Given
+from pretraining.tools.translate.engine import Given
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

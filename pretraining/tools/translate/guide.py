@@ -13,9 +13,9 @@ from pretraining.files import exists, is_file
 from pretraining.progress import parse_number
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.translate import deepspeed, rows
+from pretraining.tools.translate.engine import Given, System, Translation
 from pretraining.tools.translate.files import read_settings
 from pretraining.tools.translate.rows import Row, renamed
-from pretraining.tools.translate.system import Given, System, Translation
 
 _SIZES = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"}
 _ROOT = PrepareConfig().output_path

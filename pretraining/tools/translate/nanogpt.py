@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pretraining.files import is_file
 from pretraining.tools.translate import rows
+from pretraining.tools.translate.engine import System, Translation
 from pretraining.tools.translate.rows import Row, renamed
-from pretraining.tools.translate.system import System, Translation
 
 _END_OF_TEXT = 50256
 """Token of GPT-2's tokenizer that ends documents in the token files."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pretraining.tools.translate import rows
+from pretraining.tools.translate.engine import System, Translation
 from pretraining.tools.translate.rows import Row, renamed
-from pretraining.tools.translate.system import System, Translation
 
 _MODEL = "model.hf_config."
-_SIZES = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    *("vocab_size", "rope_theta", "rms_norm_eps", "tie_word_embeddings"),
-)
+_SIZES = """
+    hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size rope_theta
+    rms_norm_eps tie_word_embeddings
+"""
 
 
 def _name_of(key: str) -> str:
@@ -33,7 +33,7 @@ _ROWS = {
     "dist.dtype": Row("mp_dtype", rows.dtype),
     **renamed("dataset.", batch_size="batch_size", num_workers="num_workers", path_eval="eval_datasets"),
     "dataset.path_train": Row("data_path", rows.folder_of_data, "must be there, or --use_dummy_dataset=true"),
-    **{f"{_MODEL}{name}": Row(name) for name in _SIZES},
+    **{f"{_MODEL}{name}": Row(name) for name in _SIZES.split()},
     f"{_MODEL}max_position_embeddings": Row(convert=rows.context),
     f"{_MODEL}hidden_act": rows.only("silu", reason="a Llama's activation is SiLU"),
     "optim.lr": Row("learning_rate"),

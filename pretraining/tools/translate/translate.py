@@ -1,71 +1,26 @@
-"""Words and files of other systems become assignments of this project; nothing behind this knows another system.
+"""Words and recipes of other systems become assignments of this project; nothing behind this knows another system.
 
     words -> read_words -> translate -> settings
-    recipes and words that are this project's stay as they are
 
-The systems and their names: docs/coming-from.md.
+The tables of the other systems are imported only if a word or a recipe is not of this project. docs/coming-from.md
+names the systems.
 """
 
 from __future__ import annotations
 
-import logging
-import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import suppress
 
-from pretraining.config.assignments import Assignment, Reader, setting_named
-from pretraining.config.fields import sections_of, settings_of
-from pretraining.config.read import read_values, recipe_names
-from pretraining.config.recipes import RECIPE_SUFFIXES, find_recipe, read_recipe
+from pretraining.config.assignments import Assignment, setting_named
+from pretraining.config.read import read_recipes
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import did_you_mean, format_value
-from pretraining.errors import ConfigError, DataError
-from pretraining.files import exists
-from pretraining.tools.commands import TranslateConfig
-from pretraining.tools.translate import composed, deepspeed, guide, nanogpt, stub
-from pretraining.tools.translate.files import compose, read_settings, text_of
-from pretraining.tools.translate.system import ACCEPT_LLAMA, ACCEPT_UNKNOWN, Given, System, Translation
-
-log = logging.getLogger(__name__)
-
-SYSTEMS = {table.SYSTEM.kind: table.SYSTEM for table in (stub, guide, deepspeed, composed, nanogpt)}
-_PYTHON = ".py"
-_LEFT_OPEN = (
-    *("seq_length", "batch_size", "num_steps", "mixed_precision", "optimizer", "learning_rate", "weight_decay"),
-    *("adam_beta2", "grad_clip_thresh", "schedule", "warmup_steps"),
-)
-"""Settings of learning, which are named if nothing sets them beside another system's file."""
-
-
-@dataclass(frozen=True)
-class Translated:
-    """Assignments of this project, in order of precedence, and the translations that some of them come from.
-
-    Attributes:
-        defaults: those of the assignments that are defaults of other systems.
-    """
-
-    assignments: Sequence[Assignment]
-    translations: Sequence[Translation]
-    defaults: Sequence[Assignment]
-
-    def not_given(self) -> Iterator[str]:
-        """Yield a line with the defaults of other systems, and one with the settings of learning that are left open."""
-        if self.defaults:
-            yield f"not given, and as there: {', '.join(f'{default.name}={default.raw}' for default in self.defaults)}"
-        files = [read.name for read in self.translations if read.name != composed.WORDS]
-        values = read_values(TrainConfig, self.assignments).values if files else {}
-        defaults = {name: settings_of(TrainConfig)[name].default for name in _LEFT_OPEN if name not in values}
-        texts = [name if value is None else f"{name}={format_value(value)}" for name, value in defaults.items()]
-        if files and texts:
-            yield f"left open by {', '.join(files)}, and as here: {', '.join(texts)}"
+from pretraining.errors import ConfigError
 
 
 def translate(root: type, given: Sequence[Assignment]) -> list[Assignment]:
     """Return what a user gave for a command with these settings as assignments of this project, in order of precedence.
 
-    Log what became of each key of another system.
+    Recipes are read. A line per key of another system is logged.
 
     Raises:
         ConfigError: recipes that cannot be read or translated.
@@ -73,199 +28,10 @@ def translate(root: type, given: Sequence[Assignment]) -> list[Assignment]:
     """
     if not issubclass(root, TrainConfig):  # without recipes
         return list(given)
-    translated = translate_all(given)
-    for read in translated.translations:
-        table = "\n".join(read.table())
-        log.info("%s is read as settings of another system (%s):\n%s", read.name, read.system.kind, table)
-    for line in translated.not_given():
-        log.info("%s", line)
-    for folder, command in [read.prepare for read in translated.translations if read.prepare is not None]:
-        values = read_values(root, translated.assignments).values
-        is_used = values.get("data_path") == folder and not values.get("use_dummy_dataset")
-        if root is TrainConfig and is_used and not exists(Path(folder)):
-            raise DataError(f"there is no data yet in {folder}. Prepare it, then give this command again:\n  {command}")
-    return list(translated.assignments)
+    with suppress(ConfigError):  # another system's form of file; any other problem comes again
+        assignments = read_recipes(given)
+        if all(setting_named(assignment.name) for assignment in assignments if assignment.name):
+            return assignments
+    from pretraining.tools.translate.systems import translate_and_log
 
-
-def translate_all(given: Sequence[Assignment], kind: str | None = None) -> Translated:
-    """Translate the recipes and words of other systems.
-
-    A file takes words of its system, too. Dotted or positional words that are left and unknown may be settings of
-    composed configs. A default of another system applies only if no recipe of this project stands before its file or
-    words.
-
-    Args:
-        kind: system of the recipes; None = detected from their keys.
-
-    Raises:
-        ConfigError: recipes that cannot be read or translated.
-    """
-    accepts, given = _split_accepts(given)
-    names, words = recipe_names(given)
-    defaults, recipes, typed = list[Assignment](), list[Assignment](), list[Assignment]()
-    translations, problems, has_own = list[Translation](), list[str](), False
-    for name in [*names, None]:
-        if name is None and problems:
-            break
-        try:
-            read = _translate_words(words, accepts) if name is None else _read_recipe(name, words, accepts, kind)
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        if not isinstance(read, Translation):
-            recipes += read
-            has_own = has_own or name is not None
-            continue
-        translations.append(read)
-        implied, from_file, from_words = read.assignments()
-        recipes += [*implied, *from_file]
-        typed += from_words
-        defaults += [] if has_own or (name is None and names) else read.defaults()
-        words = [word for word in words if word.name not in read.used]
-    if accepts and not translations:
-        problems.append(f"--{accepts[0]} is for recipes of other systems, and none is given")
-    if problems := problems or [*_unknown_words(words, translations)]:
-        raise ConfigError(problems)
-    return Translated([*defaults, *recipes, *typed, *words], translations, defaults)
-
-
-def _split_accepts(given: Sequence[Assignment]) -> tuple[list[str], list[Assignment]]:
-    """Return the names of `accept_…` flags that are set, and the other assignments."""
-    flags = [word for word in given if word.section_and_name[1] in (ACCEPT_LLAMA, ACCEPT_UNKNOWN)]
-    reader = Reader(TranslateConfig)
-    reader.read(flags)
-    if reader.problems:
-        raise ConfigError(reader.problems)
-    return [name for name, value in reader.values.items() if value], [word for word in given if word not in flags]
-
-
-# Files
-
-
-def _read_recipe(
-    name: str, words: Sequence[Assignment], accepts: Collection[str], kind: str | None
-) -> Translation | list[Assignment]:
-    """Return the translation of another system's file, or the assignments of a recipe of this project.
-
-    Raises:
-        ConfigError: every problem of the file.
-    """
-    path = find_recipe(name, (*RECIPE_SUFFIXES, _PYTHON))
-    try:
-        values = read_settings(path)
-    except ConfigError:
-        if kind is None and path.suffix != _PYTHON:
-            return read_recipe(name)  # which may be empty, or names its problem
-        raise
-    kind = kind or _kind_of_file(values, name)
-    if kind is None:
-        return read_recipe(name)
-    typed = _texts_of(words)
-    given, used = [Given(key, text, name) for key, text in values.items()], set[str]()
-    if kind == "composed" and "defaults" in values:
-        given, used = compose(path, name, typed)
-    return _translate(SYSTEMS[kind], name, given, typed, accepts, used)
-
-
-def _kind_of_file(values: Mapping[str, str | None], name: str) -> str | None:
-    """Return the system that a file is of; None for a recipe of this project.
-
-    A YAML or JSON file is another system's by at least two keys that only this system has, if it has no key that only
-    this project has.
-
-    Raises:
-        ConfigError: the file may be of several systems, is Python of none, or is a recipe with another system's key.
-    """
-    if "defaults" in values:
-        return "composed"
-    signs = [kinds[0] for key in values if setting_named(key) is None and len(kinds := _owners_of(key)) == 1]
-    is_python = name.endswith(_PYTHON)
-    is_ours = any(setting_named(key) and not _owners_of(key) for key in values) and not is_python
-    kinds = [kind for kind in SYSTEMS if not is_ours and signs.count(kind) >= (1 if is_python else 2)]
-    if len(kinds) == 1:
-        return kinds[0]
-    choice = f"pretrain translate {shlex.quote(name)} --from={{}} --output_path=mine.yaml; then train with that recipe"
-    if kinds:
-        raise ConfigError(f"{name} may be {' or '.join(kinds)}. Choose: {choice.format(kinds[0])}")
-    if is_python:
-        known = [f"  {kind}: {system.title}" for kind, system in SYSTEMS.items()]
-        raise ConfigError("\n".join([f"{name} belongs to no known system. Known are:", *known]))
-    theirs = [key for key in values if setting_named(key) is None and _owners_of(key)]
-    if theirs:
-        kind = _owners_of(theirs[0])[0]
-        more = "" if is_ours else f"; or, if the file is another system's: {choice.format(kind)}"
-        raise ConfigError([f"{name}: {key} is not known: {_our_name_for(key, values[key])}{more}" for key in theirs])
-    return None
-
-
-def _owners_of(key: str) -> list[str]:
-    """Return the systems that have a key."""
-    return [kind for kind, system in SYSTEMS.items() if system.name_of(key) in system.rows]
-
-
-def _our_name_for(key: str, text: str | None) -> str:
-    """Return what to write instead of another system's key in a recipe of this project."""
-    system = SYSTEMS[_owners_of(key)[0]]
-    translation = Translation(system, "", {system.name_of(key): Given(key, text, "a recipe")}, {}, (ACCEPT_LLAMA,))
-    translation.translate_keys()
-    note = translation.notes[system.name_of(key)]
-    made = " ".join(f"{name}={text}" for name, text in note.settings.items())
-    return made or ": ".join(filter(None, ["delete it", note.remark.partition(";")[0]]))
-
-
-# Words
-
-
-def _translate_words(words: Sequence[Assignment], accepts: Sequence[str]) -> Translation | list[Assignment]:
-    """Return the translation of words without a file; an empty list if all of them are this project's.
-
-    Raises:
-        ConfigError: every problem of the words.
-    """
-    named = [word for word in words if "." in word.name or not word.flag.startswith("-") or setting_named(word.name)]
-    translation = _translate(composed.SYSTEM, composed.WORDS, [], _texts_of(named), accepts, set())
-    return translation if translation.used else []
-
-
-def _unknown_words(words: Sequence[Assignment], translations: Sequence[Translation]) -> Iterator[str]:
-    """Yield a problem per dotted word that may have meant a key of another system."""
-    known = [key for system in (composed.SYSTEM, *(read.system for read in translations)) for key in system.rows]
-    for word in words:
-        is_ours = word.section_and_name[0] in ("", *sections_of(TrainConfig)) or setting_named(word.name)
-        hint = "" if is_ours else did_you_mean(word.name, [key for key in known if "." in key], "did you mean {}?")
-        if hint:
-            yield f"{word.flag} is not known: {hint}"
-
-
-def _translate(
-    system: System,
-    name: str,
-    values: Sequence[Given],
-    typed: Mapping[str, str | None],
-    accepts: Collection[str],
-    used: set[str],
-) -> Translation:
-    """Return the translation of a file's values and of the typed words that set its keys, or of words alone.
-
-    Args:
-        used: names of words that have no other use; those that set keys are added.
-    """
-    given, problems, flags = dict[str, Given](), list[str](), dict[str, str]()
-    for value in values:
-        before = given.setdefault(system.name_of(value.key), value)
-        if before.text != value.text:
-            problems.append(f"two values for {system.name_of(value.key)}: {before.quote} and {value.quote}: keep one")
-    for word, text in [(word, text) for word, text in typed.items() if word not in used]:
-        key, ours = system.name_of(word.replace("-", "_")), setting_named(word)
-        if key in system.rows and (ours is None or values):
-            given[key] = Given(word, text)
-            used.add(word)
-        elif ours is not None:
-            flags[ours] = text or "none"
-    return Translation(system, name, given, flags, accepts, used, problems=problems).run()
-
-
-def _texts_of(words: Sequence[Assignment]) -> dict[str, str | None]:
-    """Return the values of typed words as in a file, by name; None for null."""
-    texts = {word.name: text_of(word.raw) for word in words if word.name}
-    return {name: None if (text or "").strip().lower() in ("null", "none") else text for name, text in texts.items()}
+    return translate_and_log(root, given)

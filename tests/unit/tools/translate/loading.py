@@ -9,7 +9,8 @@ from pretraining.config.assignments import Assignment, Reader
 from pretraining.config.command_line import assign, read_words
 from pretraining.config.read import read, read_values
 from pretraining.config.training import TrainConfig
-from pretraining.tools.translate.translate import translate, translate_all
+from pretraining.tools.translate.systems import translate_all
+from pretraining.tools.translate.translate import translate
 
 Flags = Mapping[str, Any]
 

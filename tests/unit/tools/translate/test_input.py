@@ -20,7 +20,7 @@ from pretraining.errors import ConfigError
 from pretraining.tools.commands import TranslateConfig
 from pretraining.tools.translate.command import translate_file
 from pretraining.tools.translate.files import read_settings
-from pretraining.tools.translate.translate import SYSTEMS, translate_all
+from pretraining.tools.translate.systems import SYSTEMS, translate_all
 
 DUMMY = {"use_dummy_dataset": "true"}
 _BETAS = "optimizer.params.betas"
