@@ -24,11 +24,11 @@ from pathlib import Path
 from time import thread_time
 
 from pretraining.checkpoint.branches import age_in_place, continues
-from pretraining.checkpoint.checksums import ChecksummedFile, crc32_text
 from pretraining.checkpoint.forms import misnamed_files
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from pretraining.checkpoint.own_checkpoints import Copies, move_aside
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, Copy, checkpoint_at, temporary_name
+from pretraining.checkpoint.stored_files import ChecksummedFile, crc32_text
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import exists, flush_folder, parse_json, write_atomic, write_flushed, writing_into
 from pretraining.model.hf import ORIGIN_FILE

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from pretraining.checkpoint.manifest import FULL_FILES, ITERATION_FILE, MANIFEST, SHARD_SUFFIX, FileEntry, Manifest
+from pretraining.checkpoint.manifest import FULL_FILES, ITERATION_FILE, MANIFEST, SHARD_SUFFIX, Manifest
+from pretraining.checkpoint.stored_files import read_json_of, size_fault
 from pretraining.errors import CheckpointError
-from pretraining.files import exists, is_file, lfs_pointer_hint, read_json
+from pretraining.files import is_file
 from pretraining.model.hf import CONFIG_FILE
 
 
@@ -82,23 +82,3 @@ def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     for name in manifest.recorded_files:
         if Path(name).name != name or not (name.endswith(SHARD_SUFFIX) or name in FULL_FILES):
             yield f"{folder / MANIFEST} names {name!r}, which is no tensor file of this folder"
-
-
-def read_json_of(path: Path, name: str) -> Any:
-    """Read a JSON file of a folder; raise a CheckpointError if it cannot be read."""
-    try:
-        return read_json(path / name)
-    except (OSError, ValueError) as error:
-        problem = lfs_pointer_hint(path / name) or f"cannot be read as JSON: {error}"
-        raise CheckpointError(problem, path=path / name) from None
-
-
-def size_fault(path: Path, written: FileEntry) -> str | None:
-    """Return a message if a file is missing or has another size, else None."""
-    if not is_file(path):
-        return f"{path} is no file" if exists(path) else f"{path} is missing"
-    size = path.stat().st_size
-    if size == written.bytes:
-        return None
-    hint = lfs_pointer_hint(path)
-    return f"{path}: {hint}" if hint else f"{path} has {size:,} bytes in place of {written.bytes:,}"

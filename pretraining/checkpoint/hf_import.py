@@ -23,10 +23,10 @@ import torch
 import yaml
 
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
-from pretraining.checkpoint.forms import read_json_of
 from pretraining.checkpoint.headers import StoredTensors, read_headers
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.reader import read_tensor
+from pretraining.checkpoint.stored_files import read_json_of
 from pretraining.config.settings_files import read_yaml
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.checksums import ChecksummedFile
 from pretraining.checkpoint.headers import load_file
 from pretraining.checkpoint.manifest import (
     FIELDS,
@@ -35,6 +34,7 @@ from pretraining.checkpoint.manifest import (
     Manifest,
     shape_of,
 )
+from pretraining.checkpoint.stored_files import ChecksummedFile
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.grad_norm import is_sharded

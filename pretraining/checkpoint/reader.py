@@ -27,12 +27,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.checksums import crc32_text
 from pretraining.checkpoint.chunks import CHUNK_BYTES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
-from pretraining.checkpoint.forms import size_fault
 from pretraining.checkpoint.headers import Header, StoredChunk, StoredTensors, read_headers, read_with_retries
 from pretraining.checkpoint.manifest import MODEL_FILE, FileEntry, Files, Manifest
+from pretraining.checkpoint.stored_files import crc32_text, size_fault
 from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.distributed.torch_private import free_pinned_memory
 from pretraining.errors import CheckpointError, DamagedError

@@ -27,11 +27,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.checksums import ChecksummedFile
 from pretraining.checkpoint.chunks import CHUNK_BYTES, DTYPES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import MANIFEST, SHARD_SUFFIX, FileEntry, Manifest
 from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, temporary_name, unfinished_saves
+from pretraining.checkpoint.stored_files import ChecksummedFile
 from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from pretraining import cli, files, object_store
 from pretraining.checkpoint import copies, lease, manager, mirror, saver, writer
-from pretraining.checkpoint.checksums import ChecksummedFile
+from pretraining.checkpoint.stored_files import ChecksummedFile
 from pretraining.data import dataset
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.batch_reader import BatchReader
