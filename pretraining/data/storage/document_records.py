@@ -4,7 +4,7 @@
     index:    that record, if it fits the object  -->  DocumentLayout      some ranges of the object are read
               without one, the whole object       -->  `local_copy`        a file on a local disk, for any format
 
-A record is hidden, so listings, digests and earlier versions do not see it. It fits an object of its size whose content
+A record is hidden, so listings and digests do not include it. It fits an object of its size whose content
 record is the recorded one.
 """
 
