@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,13 +94,11 @@ def train_each(runs: Sequence[FaultyRun], processes: int = 2) -> list[list[Ended
     return [list(of_run) for of_run in zip(*of_ranks, strict=True)]
 
 
-def batches_of(notes: Path, choose: Callable[[Iterable[int]], int] = max) -> dict[int, list[int]]:
-    """Checksums of the rows of each step, rank after rank, of an attempt that made the step: the last one, or `min`."""
+def batches_of(notes: Path) -> dict[int, list[int]]:
+    """Checksums of the rows of each step, rank after rank, of the last attempt that made the step."""
     attempts: dict[int, dict[int, dict[int, list[int]]]] = defaultdict(lambda: defaultdict(dict))
     for path in sorted(notes.iterdir()):
         attempt, rank = map(int, path.name.split("."))
         for step, rows in map(json.loads, path.read_text().splitlines()):
             attempts[step][attempt][rank] = rows
-    return {
-        step: [row for rank in made[choose(made)].values() for row in rank] for step, made in sorted(attempts.items())
-    }
+    return {step: [row for rank in made[max(made)].values() for row in rank] for step, made in sorted(attempts.items())}

@@ -113,13 +113,13 @@ def choose_tokenizer(
     if given is not None or any(other in prepared for other, _ in differences):
         return given
     for candidate in known:
-        problem, tokenizer = candidate.problem, candidate.tokenizer
-        if tokenizer is not None and rows is not None and not tokenizer.fits(rows):
-            problem = f"that of {candidate.path} has {tokenizer.vocab_size:,} entries, and the model {rows:,}"
+        problem, known_tokenizer = candidate.problem, candidate.tokenizer
+        if known_tokenizer is not None and rows is not None and not known_tokenizer.fits(rows):
+            problem = f"that of {candidate.path} has {known_tokenizer.vocab_size:,} entries, and the model {rows:,}"
         if problem:
             log.warning("no tokenizer is used: %s", problem)
             return None
-        if tokenizer is not None:
+        if known_tokenizer is not None:
             log.info("tokenizer   %s, %s", candidate.path, candidate.what)
             return text_of(candidate.path.absolute())
     return None

@@ -4,7 +4,7 @@
     index:    that record, if it fits the object  -->  DocumentLayout      some ranges of the object are read
               without one, the whole object       -->  `local_copy`        a file on a local disk, for any format
 
-A record is hidden, so listings, digests and earlier versions do not see it. It fits an object of its size whose content
+A record is hidden, so listings and digests do not include it. It fits an object of its size whose content
 record is the recorded one.
 """
 
@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from pretraining.data.storage.content import content_record, open_ranges
+from pretraining.data.storage.content import content_record
 from pretraining.data.storage.token_format import DocumentLayout
 from pretraining.errors import DataError
 from pretraining.files import Location, parse_json, reason_of, write_atomic
@@ -35,9 +35,6 @@ COPIES_AT_ONCE = 4
 """Local copies of a process at once; their disk holds as many of the largest objects."""
 _LARGEST_RATIO = 32
 """Largest size of a record, in bytes per byte of its file; a larger one is not read."""
-_WINDOW_BYTES = 4096
-_MOST_STRIPPED_SHARE = 1 / 64
-"""If a larger share of documents begins or ends with tokens to strip, reading the whole object takes fewer requests."""
 _copies = BoundedSemaphore(COPIES_AT_ONCE)
 
 
@@ -48,36 +45,21 @@ def record_name(path: str) -> str:
 
 
 class EndTokens:
-    """The tokens of an object by position, as the array of a `DocumentLayout`: ends of documents are known.
-
-    Others are read from the object.
+    """The first and last tokens of an object's documents by position, as the array of a `DocumentLayout`.
 
     Args:
         positions: [n] int64, ascending.
         tokens: [n] tokens at these positions.
     """
 
-    def __init__(self, place: Location, positions: np.ndarray, tokens: np.ndarray) -> None:
+    def __init__(self, positions: np.ndarray, tokens: np.ndarray) -> None:
         self.dtype = tokens.dtype
-        self._place, self._positions, self._tokens = place, positions, tokens
-        self._windows: dict[int, bytes] = {}
+        self._positions, self._tokens = positions, tokens
 
     def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        """Return the tokens at some positions, [n]."""
-        if not len(positions):
-            return self._tokens[:0]
-        found = np.minimum(np.searchsorted(self._positions, positions), len(self._positions) - 1)
-        tokens: np.ndarray = self._tokens[found]
-        for number in np.flatnonzero(self._positions[found] != positions).tolist():
-            tokens[number] = self._read(int(positions[number]))
+        """Return the tokens at some of the positions, [n]."""
+        tokens: np.ndarray = self._tokens[np.searchsorted(self._positions, positions)]
         return tokens
-
-    def _read(self, position: int) -> np.ndarray:
-        window, begin = divmod(position * self.dtype.itemsize, _WINDOW_BYTES)
-        if window not in self._windows:
-            with open_ranges(self._place) as read:
-                self._windows[window] = read(window * _WINDOW_BYTES, _WINDOW_BYTES)
-        return np.frombuffer(self._windows[window], self.dtype, 1, begin)[0]  # type: ignore[no-any-return]
 
 
 def write_record(path: Path, layout: DocumentLayout, read_as: str) -> None:
@@ -107,7 +89,7 @@ def read_record(
 
     Args:
         size: of the object.
-        strip_tokens: if many documents begin or end with them, the result is None, too.
+        strip_tokens: if a document begins or ends with them, the result is None, too: where it ends is not recorded.
     """
     try:
         line, _, packed = (place.parent / record_name(place.name)).open("rb").read().partition(b"\n")
@@ -119,9 +101,9 @@ def read_record(
         raw = zlib.decompressobj().decompress(packed, length + 1)
         gaps, lengths = np.frombuffer(raw, "<i8", count), np.frombuffer(raw, "<u4", count, 8 * count)
         firsts, lasts = np.frombuffer(raw, kind, offset=12 * count).reshape(2, filled)
-        if np.isin((firsts, lasts), strip_tokens).sum() > _MOST_STRIPPED_SHARE * count:
+        if np.isin((firsts, lasts), strip_tokens).any():
             return None
-        layout = _layout(place, size, gaps, lengths.astype(np.int64), firsts, lasts)
+        layout = _layout(size, gaps, lengths.astype(np.int64), firsts, lasts)
         found = content_record(place, 0, size, layout)
         return (layout, found) if found == header["content"] else None
     except (OSError, ValueError, KeyError, IndexError, TypeError, zlib.error):
@@ -136,9 +118,7 @@ def unrecorded_bytes(files: DatasetFiles) -> int:
     return sum(size for path, size in zip(files.paths, files.sizes, strict=True) if record_name(path) not in there)
 
 
-def _layout(
-    place: Location, size: int, gaps: np.ndarray, lengths: np.ndarray, firsts: np.ndarray, lasts: np.ndarray
-) -> DocumentLayout:
+def _layout(size: int, gaps: np.ndarray, lengths: np.ndarray, firsts: np.ndarray, lasts: np.ndarray) -> DocumentLayout:
     """Return the layout in a record; raise a ValueError if it is impossible."""
     width, filled = firsts.dtype.itemsize, np.flatnonzero(lengths)
     offsets = np.cumsum(gaps.astype(np.int64) + lengths * width) - lengths * width
@@ -148,7 +128,7 @@ def _layout(
         raise ValueError("documents outside the file")
     positions = np.concatenate((begins // width, (begins + sizes) // width - 1))
     order = np.argsort(positions, kind="stable")
-    tokens: Any = EndTokens(place, positions[order], np.concatenate((firsts, lasts))[order])
+    tokens: Any = EndTokens(positions[order], np.concatenate((firsts, lasts))[order])
     return DocumentLayout(offsets, lengths, width, tokens)
 
 
