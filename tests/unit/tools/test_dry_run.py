@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.files import with_checksum
 from pretraining.observability import trackers
 from pretraining.tools.dry_run import SLOTS_SHOWN
+from pretraining.train.run_status import RunStatus
 
 Show = Callable[..., str]
 
@@ -127,14 +128,19 @@ def train_a_step(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 def crash_again_and_again(folder: Path, patch: pytest.MonkeyPatch) -> None:
     (folder / "run").mkdir()
-    status = {"status": "running", "step": 0, "reason": "", "starts": 9, "starts_without_progress": 9}
-    status |= {"started_at_step": 0, "updated": ""}
-    (folder / "run" / "run_status.json").write_text(json.dumps(with_checksum(status)))
+    status = RunStatus(status="running", starts=9, starts_without_progress=9)
+    (folder / "run" / "run_status.json").write_text(json.dumps(with_checksum(asdict(status))))
+
+
+def write_lease(run: Path, holder: Holder) -> None:
+    run.mkdir()
+    (run / LEASE).touch()
+    held = replace(holder, folder=str(run.resolve()), inode=(run / LEASE).stat().st_ino)
+    (run / LEASE).write_text(json.dumps(with_checksum(asdict(held))))
 
 
 def hold_the_lease(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    (folder / "run").mkdir()
-    (folder / "run" / LEASE).write_text(json.dumps(with_checksum(vars(Holder.this_process()))))
+    write_lease(folder / "run", Holder.this_process())
 
 
 @pytest.mark.parametrize(
@@ -161,8 +167,6 @@ def test_a_dry_run_refuses_what_a_start_refuses(
 
 
 def test_a_lease_of_another_machine_is_reported(tmp_path: Path, show: Show, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "run").mkdir()
-    holder = replace(Holder.this_process(), machine="node7")
-    (tmp_path / "run" / LEASE).write_text(json.dumps(with_checksum(vars(holder))))
+    write_lease(tmp_path / "run", replace(Holder.this_process(), machine="node7"))
     show("--use_dummy_dataset", "--num_steps=4", f"--ckpt_save_path={tmp_path}/run")
     assert "a start waits up to 60 s" in caplog.text

@@ -30,7 +30,7 @@ from unit.checkpoint.test_hf_import import sharded, single, weights
 from pretraining.api import load_model
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.forms import read_manifest
-from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, shape_of
+from pretraining.checkpoint.manifest import EVALUATION_OF_STEP, FULL_FILES, MANIFEST, RUN_STATE, shape_of
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.config.recipes import dump_config, settings_in
 from pretraining.config.variants import LlamaShape, resolve_shape
@@ -48,12 +48,16 @@ from pretraining.tools.verify import faults_of
 PLAIN, SHARD = SHAPES["plain"], "shard-00003-model-00002-of-00002.safetensors"
 
 
+EVALUATED = {RUN_STATE: {EVALUATION_OF_STEP: 2.75}}
+
+
 def make_run(root: Path, shape: LlamaShape = PLAIN, *, full: bool = False, **data: Any) -> dict[str, torch.Tensor]:
     """A run with checkpoints of steps 2 and 3; the tensors of the latter."""
     config = dump_config(config_of(shape, **data))
     write_sharded(root / "checkpoints" / "step_2_ckp", tensors_of(shape, seed=2), manifest_of(shape, 2))
     write = write_full_form if full else write_sharded
-    return write(root / "checkpoints" / "step_3_ckp", tensors_of(shape), manifest_of(shape, 3, config=config))
+    manifest = manifest_of(shape, 3, config=config, state=EVALUATED)
+    return write(root / "checkpoints" / "step_3_ckp", tensors_of(shape), manifest)
 
 
 def run_export(root: Path, **settings: Any) -> None:

@@ -81,19 +81,6 @@ def test_an_export_through_prepared_data_is_the_tokenizer_of_the_folder(
     assert (again.special_tokens_map, again.chat_template) == (SPECIAL, before.chat_template)
 
 
-def test_a_folder_that_an_earlier_version_recorded_as_typed_is_no_name_of_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from unit.tools.test_export import make_run
-
-    asked: list[str] = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name))
-    make_run(tmp_path / "run", data_path="data", tokenizer_path="data")
-    monkeypatch.chdir(tmp_path)
-    main(["export", str(tmp_path / "run"), str(tmp_path / "out")])
-    assert asked == [] and f"{tmp_path / 'data'}: tokenizers" in "".join(capsys.readouterr())
-
-
 def with_begin(document: dict[str, Any], number: int, name: str = "<s>") -> None:
     token = {"id": name, "ids": [number], "tokens": [name]}
     piece = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]

@@ -30,7 +30,15 @@ from unit.checkpoint.checkpoint_files import (
 from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.completeness import coverage_fault
 from pretraining.checkpoint.forms import read_document
-from pretraining.checkpoint.manifest import ITERATION_FILE, MANIFEST, MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE
+from pretraining.checkpoint.manifest import (
+    EVALUATION_OF_STEP,
+    ITERATION_FILE,
+    MANIFEST,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    RUN_STATE,
+    SCHEDULE_FILE,
+)
 from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.checkpoint.writer import WriteItem, write_chunks
@@ -60,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
         (lambda folder: (folder / FIRST).unlink(), [FIRST]),
         (lambda folder: flip_byte(folder / SECOND), [SECOND]),
         (lambda folder: [path.write_bytes(b"") for path in (folder / FIRST, folder / SECOND)], [FIRST, SECOND]),
-        (lambda folder: (folder / "more.safetensors").touch(), ["more.safetensors"]),
+        (lambda folder: (folder / "more.safetensors").touch(), []),  # no file of the checkpoint
         (lambda folder: (folder / MANIFEST).write_text("{"), [MANIFEST]),
         (lambda folder: (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace("3", "4")), [MANIFEST]),
     ],
@@ -254,7 +262,8 @@ def make_run(run: Path) -> Path:
     tensors = tensors_of(SHAPE)
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
     write_sharded(checkpoints / "step_0_ckp", weights, manifest_of(SHAPE, 0, data={}, loss=None, evaluation_loss=None))
-    write_sharded(checkpoints / "step_2_ckp", tensors, manifest_of(SHAPE, 2))
+    evaluated = {RUN_STATE: {EVALUATION_OF_STEP: 2.75}}
+    write_sharded(checkpoints / "step_2_ckp", tensors, manifest_of(SHAPE, 2, state=evaluated))
     write_full_form(checkpoints / "step_10_ckp", tensors, manifest_of(SHAPE, 10, evaluation_loss=None))
     write_sharded(checkpoints / "step_11_ckp.preempt", tensors, manifest_of(SHAPE, 11, kind="preempt"))
     write_sharded(checkpoints / "step_12_ckp", tensors, manifest_of(SHAPE, 12))
