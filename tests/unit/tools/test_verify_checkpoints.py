@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
         (lambda folder: (folder / FIRST).unlink(), [FIRST]),
         (lambda folder: flip_byte(folder / SECOND), [SECOND]),
         (lambda folder: [path.write_bytes(b"") for path in (folder / FIRST, folder / SECOND)], [FIRST, SECOND]),
-        (lambda folder: (folder / "more.safetensors").touch(), []),  # no file of the checkpoint
+        (lambda folder: (folder / f"._{FIRST}").touch(), []),  # of a Mac's disk: no manifest names it
         (lambda folder: (folder / MANIFEST).write_text("{"), [MANIFEST]),
         (lambda folder: (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace("3", "4")), [MANIFEST]),
     ],

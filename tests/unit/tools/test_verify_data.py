@@ -83,6 +83,8 @@ def test_files_without_faults_are_summed_up(tmp_path: Path, prepared: Path) -> N
     assert f"{record['documents']:,} documents, {record['tokens']:,} tokens" in line
     for entry in record["files"]:
         assert entry["crc32"] == f"{zlib.crc32((prepared / entry['name']).read_bytes()):08x}"
+    (prepared / "prepare.json").unlink()
+    assert "no checksums" in summary_of(prepared.parent)[0]
 
 
 def flip_a_token(folder: Path) -> None:
