@@ -39,8 +39,16 @@ def manifest_of(
     }
     losses = {"loss": None, "evaluation_loss": evaluation_loss, "best_evaluation_loss": None}
     world = {"processes": 1, "sharding_strategy": "fsdp"}
-    changes = {"tokens_seen": step * 10, "kind": kind, "data": data, "files": files or {}, "config": "", **losses}
-    return checkpoint_files.manifest_of(SHAPE, step, world=world, **changes)
+    changes = {
+        "tokens_seen": step * 10,
+        "kind": kind,
+        "data": data,
+        "files": files or {},
+        "config": "",
+        "state": {},
+        **losses,
+    }
+    return checkpoint_files.manifest_of(SHAPE, step, world=world, state={}, **changes)
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
