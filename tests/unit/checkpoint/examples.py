@@ -48,7 +48,7 @@ def manifest_of(
         "state": {},
         **losses,
     }
-    return checkpoint_files.manifest_of(SHAPE, step, world=world, state={}, **changes)
+    return checkpoint_files.manifest_of(SHAPE, step, world=world, **changes)
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
