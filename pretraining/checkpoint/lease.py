@@ -206,7 +206,7 @@ def _is_copied(run: Path, holder: Holder) -> bool:
     """Return whether a lease was copied together with its folder."""
     change = _last_change(run / LEASE)
     is_other_file = change is not None and change[1] != holder.inode
-    return holder.folder != str(real_path(run)) and is_other_file
+    return holder.folder not in ("", str(real_path(run))) and is_other_file
 
 
 def _held_error(run: Path, holder: Holder | None) -> CheckpointError:

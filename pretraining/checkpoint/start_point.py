@@ -95,6 +95,12 @@ class CheckpointRef:
         return 0 if self.weights_only else self.manifest.step
 
     @property
+    def is_returned_to(self) -> bool:
+        """Whether a return goes back to this checkpoint, or has done so and nothing was saved since."""
+        is_target = any(not last.is_plain and last.begin == self.manifest.step for last in self.manifest.branches[-1:])
+        return self.is_rewind or (is_target and self.manifest.request is not None)
+
+    @property
     def config(self) -> TrainConfig:
         """Settings of the run that saved the checkpoint; the defaults if this version cannot read them."""
         try:

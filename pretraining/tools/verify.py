@@ -25,7 +25,7 @@ from pretraining.checkpoint.forms import misnamed_files, read_document
 from pretraining.checkpoint.headers import read_headers
 from pretraining.checkpoint.manifest import MANIFEST, shape_of
 from pretraining.checkpoint.reader import file_faults
-from pretraining.checkpoint.run_folder import CHECKPOINTS, run_of, unfinished_saves
+from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, run_of, unfinished_saves
 from pretraining.checkpoint.start_point import checkpoints_at
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets, prepared_folders
@@ -192,7 +192,8 @@ def _wrong_tokens(path: str, layout: DocumentLayout, vocab_size: int | None) -> 
 
 
 def _verify_checkpoints(source: Path, threads: int) -> None:
-    paths, damaged = checkpoints_at(source)[::-1], 0
+    is_one, damaged = checkpoints_at(source) == [source], 0
+    paths = [source] if is_one else [saved.path for saved in committed_checkpoints(run_of(source))]
     if not paths:
         raise CheckpointError(
             f"neither a checkpoint (a folder with {MANIFEST}, or four .pt files) nor a run with checkpoints in "

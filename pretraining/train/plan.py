@@ -212,7 +212,7 @@ def _loads_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
         now.optimizer in OPTIMIZERS and before.moments(in_matrix=True) != now.moments(in_matrix=True)
     )
     if not config.checkpoint.load_optimizer:
-        return start.is_own and not saved.checkpoint.load_optimizer and not start.is_rewind and not changes
+        return start.is_own and not saved.checkpoint.load_optimizer and not start.is_returned_to and not changes
     if changes:
         was, is_now = (f"{each.optimizer} (--momentum={each.momentum})" for each in (before.resolved(), now.resolved()))
         raise ConfigError(

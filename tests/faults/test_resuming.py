@@ -10,6 +10,8 @@ import pytest
 from faulty_runs import ALL, batches_of, start, train, train_each, wait
 from training_runs import assert_same_tensors, losses_of, write_two_datasets
 
+from pretraining.files import with_checksum
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
@@ -149,8 +151,8 @@ def test_a_killed_run_is_resumed_at_once_and_one_that_lost_its_lease_commits_not
     gate.read_text()
     # Another machine's run takes over, as it does when this one was not heard of for a minute.
     taken = {**json.loads(lease.read_text()), "host": "node7", "token": "another"}
-    del taken["checksum"]  # as of an earlier version, which wrote none
-    lease.write_text(json.dumps(taken))
+    del taken["checksum"]
+    lease.write_text(json.dumps(with_checksum(taken)))
     gate.write_text("")
     ended = wait(slow)
     assert [each.status for each in ended] == [1, 1]

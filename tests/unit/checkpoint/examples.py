@@ -39,7 +39,15 @@ def manifest_of(
     }
     losses = {"loss": None, "evaluation_loss": evaluation_loss, "best_evaluation_loss": None}
     world = {"processes": 1, "sharding_strategy": "fsdp"}
-    changes = {"tokens_seen": step * 10, "kind": kind, "data": data, "files": files or {}, "config": "", **losses}
+    changes = {
+        "tokens_seen": step * 10,
+        "kind": kind,
+        "data": data,
+        "files": files or {},
+        "config": "",
+        "state": {},
+        **losses,
+    }
     return checkpoint_files.manifest_of(SHAPE, step, world=world, **changes)
 
 

@@ -17,6 +17,7 @@ from pretraining.checkpoint import lease as lease_module
 from pretraining.checkpoint.lease import LEASE, STALE_SECONDS, Holder, Lease, hold_lease
 from pretraining.distributed.processes import join_processes
 from pretraining.errors import CheckpointError
+from pretraining.files import with_checksum
 from pretraining.launch.layout import resolve_layout
 
 
@@ -49,7 +50,7 @@ def held(run: Path) -> Iterator[Lease]:
 
 def write(run: Path, holder: Holder) -> Path:
     """Return a lease of another process."""
-    (run / LEASE).write_text(json.dumps(asdict(holder)))
+    (run / LEASE).write_text(json.dumps(with_checksum(asdict(holder))))
     return run / LEASE
 
 
