@@ -203,7 +203,7 @@ def test_a_missing_package_is_one_error_that_names_it(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_the_folders_of_both_forms_are_read(form: str) -> None:
     run = read_run(ROOT / "tests" / "golden" / "run" / form, "a")
-    assert np.isfinite(run.training.last("loss"))
+    assert run.state in ("finished", "preempted") and np.isfinite(run.training.last("loss"))
     assert {part.dataset for part in run.mixture} == {"first", "second"}
     assert all(abs(part.asked - part.realised) * part.samples <= 2 for part in run.mixture)
 
