@@ -36,7 +36,7 @@ from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.signals import ReceivedSignals, terminate_with_launcher
 from pretraining.launch.terminal import logging_to_terminal
 from pretraining.progress import Duration
-from pretraining.tools.commands import ExportConfig, SampleConfig
+from pretraining.tools.command_settings import ExportConfig, SampleConfig
 from pretraining.tools.translate.translate import translate
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from pretraining.launch.signals import (
 )
 from pretraining.launch.terminal import ignore_output_errors, log_to_terminal, print_text
 from pretraining.tools import demo
-from pretraining.tools.commands import BESIDE_RECIPES, BESIDE_TRAINING, Command
+from pretraining.tools.command_settings import BESIDE_RECIPES, BESIDE_TRAINING, Command
 from pretraining.tools.translate.translate import translate
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.manifest import FULL_FILES, OPTIMIZER_PREFIX, Manifest, shape_of
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.config.recipes import settings_in
+from pretraining.config.recipe_files import settings_in
 from pretraining.config.training import OptimizerConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.model.hf import parameter_shapes

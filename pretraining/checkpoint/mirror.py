@@ -36,7 +36,7 @@ from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, list_run
 from pretraining.checkpoint.retention import best_of, saved_by_run, superseded
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, checkpoint_from, committed_checkpoints
 from pretraining.checkpoint.start_point import CheckpointRef
-from pretraining.config.recipes import RUN_CONFIG_FILE
+from pretraining.config.recipe_files import RUN_CONFIG_FILE
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.host_sync import DelayedMinimum
 from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, rank_and_world_size

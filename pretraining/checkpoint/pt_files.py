@@ -35,7 +35,7 @@ from pretraining.checkpoint.manifest import (
     shape_of,
 )
 from pretraining.checkpoint.stored_files import ChecksummedFile
-from pretraining.config.recipes import settings_in
+from pretraining.config.recipe_files import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.grad_norm import is_sharded
 from pretraining.errors import CheckpointError, ConfigError

@@ -26,7 +26,7 @@ from pretraining.checkpoint.branches import Branches, number_of
 from pretraining.checkpoint.forms import form_of, read_document, read_if_good
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.config.fields import settings_of, values_of
-from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config, settings_in
+from pretraining.config.recipe_files import RUN_CONFIG_FILE, dump_config, settings_in
 from pretraining.config.run_recipe import comment_of_start
 from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig

@@ -41,7 +41,7 @@ from pretraining.checkpoint.run_folder import (
     is_committed,
     run_of,
 )
-from pretraining.config.recipes import settings_in
+from pretraining.config.recipe_files import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import from_hub, is_address, is_folder, real_path

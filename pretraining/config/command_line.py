@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader
 from pretraining.config.fields import settings_of
-from pretraining.config.recipes import RECIPE_SUFFIXES, RUN_CONFIG_FILE
+from pretraining.config.recipe_files import RECIPE_SUFFIXES, RUN_CONFIG_FILE
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, split_list
 from pretraining.errors import ConfigError

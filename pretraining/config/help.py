@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pretraining.config.assignments import ALIASES
 from pretraining.config.fields import Setting, sections_of, settings_of
-from pretraining.config.recipes import shipped_recipes
+from pretraining.config.recipe_files import shipped_recipes
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import describe_type, did_you_mean, format_value
 from pretraining.errors import ConfigError

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from pretraining.config.assignments import COMMAND_LINE, RECIPE_NAMES, Assignment, Reader
 from pretraining.config.command_line import assign, read_words
 from pretraining.config.fields import setting, values_of
-from pretraining.config.recipes import read_recipe
+from pretraining.config.recipe_files import read_recipe
 from pretraining.config.rules import find_problems
 from pretraining.config.run_recipe import continue_run
 from pretraining.config.training import TrainConfig

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.config.assignments import Reader, Source
-from pretraining.config.recipes import RUN_CONFIG_FILE
+from pretraining.config.recipe_files import RUN_CONFIG_FILE
 from pretraining.config.training import TrainConfig
 from pretraining.errors import PretrainError
 from pretraining.files import exists, is_address, parse_json, read_file, real_path

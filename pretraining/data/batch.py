@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pretraining.config.training import IGNORED_LABEL
-from pretraining.context import ContextGroup, SharedRows
+from pretraining.context_group import ContextGroup, SharedRows
 
 
 class ModelInputs(NamedTuple):

@@ -20,7 +20,7 @@ import numpy as np
 
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig
-from pretraining.context import ContextGroup
+from pretraining.context_group import ContextGroup
 from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture
 from pretraining.data.sampling.token_stream import Spans

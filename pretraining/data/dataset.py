@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig
-from pretraining.context import ContextGroup
+from pretraining.context_group import ContextGroup
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
 from pretraining.data.resume import describe_order
@@ -25,7 +25,7 @@ from pretraining.data.sampling.token_stream import shard_count
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
 from pretraining.data.storage.doubts import warn_about_splits, warn_about_tokens
-from pretraining.data.storage.index_files import build_index, find_index
+from pretraining.data.storage.index_folder import build_index, find_index
 from pretraining.data.storage.store_files import chunk_cache
 from pretraining.errors import ConfigError, DataError
 from pretraining.text import parse_bytes

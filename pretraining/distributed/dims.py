@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pretraining.config.strategies import DimSizes, dim_sizes
 from pretraining.config.training import ParallelConfig
-from pretraining.context import ContextGroup
+from pretraining.context_group import ContextGroup
 from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, SHORTEST_PAUSE, run_in_thread

@@ -21,7 +21,7 @@ from pretraining.distributed.compile import compile_blocks
 from pretraining.distributed.dims import Dims
 from pretraining.distributed.float8 import multiply_in_float8
 from pretraining.distributed.fsdp import ShardedModel
-from pretraining.distributed.replicated import ReplicatedModel
+from pretraining.distributed.unsharded import ReplicatedModel
 
 ParallelModel = ShardedModel | ReplicatedModel
 """A parallelized module with its parameters and the communication of a step."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from pretraining.config.training import LossConfig
 from pretraining.config.variants import LlamaShape, load_block
-from pretraining.context import SharedRows
+from pretraining.context_group import SharedRows
 from pretraining.model.attention import Attention, Reach
 from pretraining.model.kernels import locate_documents
 from pretraining.model.loss import HeadLoss, head_loss

@@ -1,4 +1,4 @@
-"""Attention of a rank that computes a part of each row (`pretraining/context.py`).
+"""Attention of a rank that computes a part of each row (`pretraining/context_group.py`).
 
     keys and values of the part --gather--> of whole rows -> attention of each piece to its document up to itself
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pretraining.context import SharedRows
+from pretraining.context_group import SharedRows
 from pretraining.model.kernels import (
     DocumentBounds,
     causal_attention,

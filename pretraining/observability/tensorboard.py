@@ -9,7 +9,7 @@ from io import BytesIO
 from itertools import count
 from typing import Any
 
-from pretraining.config.recipes import dump_config
+from pretraining.config.recipe_files import dump_config
 from pretraining.files import exists
 from pretraining.observability.report_file import RecordFile
 from pretraining.observability.trackers import TrackedRun, plain_settings

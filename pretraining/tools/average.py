@@ -37,7 +37,7 @@ from pretraining.checkpoint.run_folder import (
     run_of,
 )
 from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at, find_newest
-from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config
+from pretraining.config.recipe_files import RUN_CONFIG_FILE, dump_config
 from pretraining.config.run_recipe import comment_of_start
 from pretraining.config.training import CheckpointConfig
 from pretraining.config.values import parse_ranges
@@ -47,7 +47,7 @@ from pretraining.launch.terminal import print_text
 from pretraining.model.hf import ORIGIN_FILE, parameter_shapes
 from pretraining.optim.schedules import DECAYS
 from pretraining.text import count_of, format_bytes, list_some
-from pretraining.tools.commands import LARGEST_STEP, AverageConfig
+from pretraining.tools.command_settings import LARGEST_STEP, AverageConfig
 from pretraining.tools.import_weights import write_weights
 from pretraining.train.plan import recorded_evaluation
 

@@ -33,7 +33,7 @@ from pretraining.files import is_folder
 from pretraining.launch.layout import resolve_layout
 from pretraining.launch.program import FAILED
 from pretraining.text import count_of, format_table
-from pretraining.tools.commands import DoctorConfig
+from pretraining.tools.command_settings import DoctorConfig
 
 GIB, MIB = 2**30, 2**20
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}

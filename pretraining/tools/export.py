@@ -35,7 +35,7 @@ from pretraining.checkpoint.reader import open_whole_model, read_tensor
 from pretraining.checkpoint.run_folder import run_of
 from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
-from pretraining.config.recipes import settings_in
+from pretraining.config.recipe_files import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.data.prepared import recorded_tokenizer
@@ -56,7 +56,7 @@ from pretraining.model.hf import (
     token_ids,
 )
 from pretraining.text import count_of, format_bytes, parse_bytes
-from pretraining.tools.commands import ExportConfig
+from pretraining.tools.command_settings import ExportConfig
 from pretraining.tools.gguf_file import check_supported, write_gguf
 
 log = logging.getLogger(__name__)

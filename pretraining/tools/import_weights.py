@@ -22,7 +22,7 @@ from pretraining.checkpoint.manifest import BRANCHES, MANIFEST, RUN_ID, RUN_STAT
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import write_tensors
-from pretraining.config.recipes import dump_config
+from pretraining.config.recipe_files import dump_config
 from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
 from pretraining.config.variants import LlamaShape, model_settings
 from pretraining.data.tokenizer import TOKENIZER_FILE
@@ -31,7 +31,7 @@ from pretraining.estimate.costs import parameter_count
 from pretraining.files import atomic_folder, from_hub, is_file, write_json
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES, parameter_shapes
-from pretraining.tools.commands import ImportConfig
+from pretraining.tools.command_settings import ImportConfig
 from pretraining.tools.export import plan_files
 
 FILE_BYTES = 2**30

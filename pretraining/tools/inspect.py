@@ -25,7 +25,7 @@ from pretraining.config.assignments import COMMAND_LINE, Assignment
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.command_line import assign
 from pretraining.config.read import read, read_values
-from pretraining.config.recipes import parse_recipe
+from pretraining.config.recipe_files import parse_recipe
 from pretraining.config.strategies import DimSizes, unsharded_sizes
 from pretraining.config.training import CheckpointConfig
 from pretraining.config.variants import resolve_shape
@@ -41,7 +41,7 @@ from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.files import is_address
 from pretraining.launch.terminal import print_text, showing_through
 from pretraining.text import count_of, format_table
-from pretraining.tools.commands import InspectConfig
+from pretraining.tools.command_settings import InspectConfig
 from pretraining.tools.translate.translate import translate
 from pretraining.train.complete import complete
 

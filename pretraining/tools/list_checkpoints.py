@@ -24,7 +24,7 @@ from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_address, is_folder, real_path
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_bytes, format_seconds, format_table
-from pretraining.tools.commands import ListConfig
+from pretraining.tools.command_settings import ListConfig
 
 SET_ASIDE_STATE = "set aside"
 NOT_USED_STATE = "not used"

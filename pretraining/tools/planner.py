@@ -26,7 +26,7 @@ from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, Rank, esti
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
 from pretraining.progress import TokenSchedule
 from pretraining.text import count_of, describe_passes, describe_repeats, format_gib, format_seconds
-from pretraining.tools.commands import PlanConfig
+from pretraining.tools.command_settings import PlanConfig
 
 USABLE_FRACTION = 0.9
 """Fraction of a GPU's memory to fill: allocators keep reserves, and the estimate has an error."""

@@ -10,12 +10,12 @@ from pretraining.checkpoint.branches import is_given_up
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.mirror import Mirror, TakenOverError, list_copies
 from pretraining.checkpoint.own_checkpoints import list_run, newest_good
-from pretraining.config.recipes import RUN_CONFIG_FILE, load_config
+from pretraining.config.recipe_files import RUN_CONFIG_FILE, load_config
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import is_address
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, list_some
-from pretraining.tools.commands import PushConfig
+from pretraining.tools.command_settings import PushConfig
 from pretraining.train.run_status import original_of
 
 

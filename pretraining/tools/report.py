@@ -30,7 +30,7 @@ from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, is_folder, output_errors, write_atomic
 from pretraining.observability.report_file import number_of
 from pretraining.text import format_seconds
-from pretraining.tools.commands import PageConfig
+from pretraining.tools.command_settings import PageConfig
 from pretraining.tools.run_records import (
     SWEEP_FILE,
     Columns,

@@ -17,7 +17,7 @@ import torch
 from pretraining.checkpoint.completeness import check_finite
 from pretraining.checkpoint.restore import load_model
 from pretraining.checkpoint.run_folder import run_of
-from pretraining.config.recipes import settings_in
+from pretraining.config.recipe_files import settings_in
 from pretraining.config.training import DataConfig
 from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -33,7 +33,7 @@ from pretraining.evaluation.generation import (
 from pretraining.files import is_file, read_object
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import CONFIG_FILE, GENERATION_CONFIG_FILE
-from pretraining.tools.commands import SampleConfig
+from pretraining.tools.command_settings import SampleConfig
 
 
 def sample(config: SampleConfig) -> None:

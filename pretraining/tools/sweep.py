@@ -41,7 +41,7 @@ from pretraining.launch.terminal import ignore_output_errors, print_text
 from pretraining.observability.report_file import number_of, read_lines
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import count_of, format_table
-from pretraining.tools.commands import SweepConfig, SweepSettings
+from pretraining.tools.command_settings import SweepConfig, SweepSettings
 from pretraining.tools.translate.translate import translate
 
 log = logging.getLogger(__name__)

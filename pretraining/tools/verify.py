@@ -31,14 +31,14 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets, prepared_folders
 from pretraining.data.storage.document_records import local_copy
 from pretraining.data.storage.doubts import warn_about_splits
-from pretraining.data.storage.index_files import read_local, recorded_indices
+from pretraining.data.storage.index_folder import read_local, recorded_indices
 from pretraining.data.storage.token_format import DocumentLayout, contiguous_bytes, load_format, width_problem
 from pretraining.errors import CheckpointError, DataError, PretrainError
 from pretraining.files import file_checksum
 from pretraining.launch.terminal import print_text
 from pretraining.object_store import location
 from pretraining.text import count_of, format_bytes
-from pretraining.tools.commands import VerifyConfig
+from pretraining.tools.command_settings import VerifyConfig
 from pretraining.tools.prepare.records import read_summary
 from pretraining.tools.prepare.token_files import TokenFile
 

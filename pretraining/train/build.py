@@ -42,7 +42,7 @@ from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel, compute_dtype, parallelize
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
-from pretraining.distributed.replicas import Replicas
+from pretraining.distributed.replica_check import Replicas
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import DamagedError
 from pretraining.evaluation.held_out import EarlyStopping, Evaluator

@@ -13,7 +13,7 @@ import torch
 from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.config.recipes import RUN_CONFIG_FILE
+from pretraining.config.recipe_files import RUN_CONFIG_FILE
 from pretraining.config.training import OptimizerConfig, TrainConfig
 from pretraining.config.values import format_value
 from pretraining.config.variants import (

@@ -31,7 +31,7 @@ from pretraining.data.evaluation_sets import EvaluationFolder, find_evaluation_f
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
-from pretraining.data.storage.index_files import find_index, receive_index
+from pretraining.data.storage.index_folder import find_index, receive_index
 from pretraining.data.tokenizer import load_fitting_tokenizer
 from pretraining.distributed.processes import Processes, gather_from_every_rank, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError, DataError, PretrainError

@@ -27,7 +27,7 @@ from pretraining.config.training import GuardConfig
 from pretraining.data.loader import Loader
 from pretraining.distributed.host_sync import wait_for_device
 from pretraining.distributed.processes import Activity, gather_from_every_rank
-from pretraining.distributed.replicas import Replicas
+from pretraining.distributed.replica_check import Replicas
 from pretraining.errors import DivergenceError, HardwareError
 from pretraining.observability.events import Events
 from pretraining.observability.step_outcome import SpikeVerdict, StepOutcome

@@ -10,7 +10,7 @@ from training_runs import losses_of, train_runs
 
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.checkpoint.start_point import find_newest
-from pretraining.tools.commands import ExportConfig
+from pretraining.tools.command_settings import ExportConfig
 from pretraining.tools.export import export
 from pretraining.tools.verify import faults_of
 

@@ -30,7 +30,7 @@ from pretraining.checkpoint.lease import LEASE
 from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE
 from pretraining.cli import main
-from pretraining.config.recipes import RUN_CONFIG_FILE
+from pretraining.config.recipe_files import RUN_CONFIG_FILE
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.files import DEEPEST_JSON
 from pretraining.model.hf import CONFIG_FILE, config_document

@@ -14,7 +14,7 @@ from tiers import first_quick
 from training_runs import events_of, reports_of, write_two_datasets
 
 from pretraining.cli import main
-from pretraining.config.recipes import load_config
+from pretraining.config.recipe_files import load_config
 from pretraining.data.resume import restored_mixture
 
 GLOBAL_BATCH = 4

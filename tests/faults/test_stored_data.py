@@ -16,7 +16,7 @@ from object_store import CREDENTIALS, ObjectStore, running_store
 from training_runs import TINY, assert_same_tensors, losses_of, metrics_of
 
 from pretraining.cli import main
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare.prepare import prepare
 
 COMMON = ["num_steps=8", "checkpoint_interval=2", "vocab_size=400", "logical_shards=8", "held_out_fraction=0.4"]

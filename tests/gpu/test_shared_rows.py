@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretraining.context import ContextGroup, SharedRows
+from pretraining.context_group import ContextGroup, SharedRows
 from pretraining.model.kernels import document_attention
 from pretraining.model.shared_rows import locate_rows
 

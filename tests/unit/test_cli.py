@@ -23,14 +23,14 @@ from pretraining.cli import COMMANDS, HEAD_START, main
 from pretraining.config.command_line import read_words
 from pretraining.config.fields import settings_of
 from pretraining.config.read import load_train_config
-from pretraining.config.recipes import dump_config
+from pretraining.config.recipe_files import dump_config
 from pretraining.config.rules import check_config, find_problems
 from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
 from pretraining.config.values import limit_problem, parse_value
 from pretraining.config.variants import resolve_shape
 from pretraining.errors import Preempted
 from pretraining.tools import demo
-from pretraining.tools.commands import ImportConfig, PrepareConfig
+from pretraining.tools.command_settings import ImportConfig, PrepareConfig
 
 
 def test_help_explains_commands_and_every_flag_of_one_or_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from pretraining.config.training import DataConfig, Packing
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
-from pretraining.data.storage.index_files import write_once
+from pretraining.data.storage.index_folder import write_once
 from pretraining.files import check_regular, parse_json
 
 log = logging.getLogger(__name__)

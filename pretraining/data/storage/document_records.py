@@ -66,7 +66,7 @@ def write_record(path: Path, layout: DocumentLayout, read_as: str) -> None:
     """Write the record of a finished token file.
 
     Args:
-        read_as: settings that the layout depends on (`index_files.read_as`).
+        read_as: settings that the layout depends on (`index_folder.read_as`).
     """
     size = path.stat().st_size
     record = content_record(path, 0, size, layout)

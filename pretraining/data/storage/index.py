@@ -16,7 +16,7 @@ Virtual tokens (bos_token, sep_token) are not stored: they count in lengths, and
 without stored tokens has length 0 and no virtual tokens.
 
 An index is valid for one listing, one content of its files and one `settings_digest`. It is checked completely when it
-is opened; `index_files.py` rebuilds a damaged one.
+is opened; `index_folder.py` rebuilds a damaged one.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pretraining.errors import DataError
 from pretraining.files import LFS_POINTER, LFS_REMEDY
-from pretraining.tools.commands import COMPRESSED_ENDINGS
+from pretraining.tools.command_settings import COMPRESSED_ENDINGS
 from pretraining.tools.prepare.documents import (
     Document,
     ranges_of_lines,

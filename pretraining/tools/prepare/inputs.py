@@ -30,7 +30,7 @@ from pretraining.data.storage.token_format import beginning_of
 from pretraining.errors import DataError
 from pretraining.files import exists, is_file, is_folder, read_object
 from pretraining.text import count_of
-from pretraining.tools.commands import COMPRESSED_ENDINGS
+from pretraining.tools.command_settings import COMPRESSED_ENDINGS
 from pretraining.tools.prepare.formats import FORMATS, JSON, format_of, recognise
 from pretraining.tools.prepare.packed_files import InputFile
 

@@ -28,7 +28,7 @@ from pretraining.files import exists, flush_folder, output_errors, read_object, 
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.machine import usable_cores
 from pretraining.text import count_of
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare.chats import time_for, with_template
 from pretraining.tools.prepare.console import EncodingProgress, print_summary
 from pretraining.tools.prepare.encode import choose_encoder, encode_units

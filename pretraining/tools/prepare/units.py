@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from pretraining.data.storage.doubts import MASKS, describe_masks
 from pretraining.errors import DataError
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare.documents import Document, even_cuts
 from pretraining.tools.prepare.formats import format_of
 from pretraining.tools.prepare.hub import (

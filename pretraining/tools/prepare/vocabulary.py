@@ -15,7 +15,7 @@ from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, library_threads, load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists
-from pretraining.tools.commands import SMALLEST_VOCABULARY, PrepareConfig
+from pretraining.tools.command_settings import SMALLEST_VOCABULARY, PrepareConfig
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS
 from pretraining.tools.prepare.encode import cut
 from pretraining.tools.prepare.records import read_summary

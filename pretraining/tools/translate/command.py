@@ -9,12 +9,12 @@ from pathlib import Path
 from pretraining.config.assignments import Assignment, Reader
 from pretraining.config.command_line import assign
 from pretraining.config.read import read, read_values
-from pretraining.config.recipes import dump_config
+from pretraining.config.recipe_files import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, output_errors, write_atomic
 from pretraining.launch.terminal import print_text
-from pretraining.tools.commands import TranslateConfig
+from pretraining.tools.command_settings import TranslateConfig
 from pretraining.tools.translate.engine import ACCEPT_LLAMA, ACCEPT_UNKNOWN
 from pretraining.tools.translate.systems import SYSTEMS, translate_all
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pretraining.files import exists, is_file
 from pretraining.progress import parse_number
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.translate import deepspeed, rows
 from pretraining.tools.translate.engine import Given, System, Translation
 from pretraining.tools.translate.files import read_settings

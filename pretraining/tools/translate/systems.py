@@ -14,12 +14,12 @@ from pathlib import Path
 from pretraining.config.assignments import Assignment, Reader, setting_named
 from pretraining.config.fields import sections_of, settings_of
 from pretraining.config.read import read_values, recipe_names
-from pretraining.config.recipes import RECIPE_SUFFIXES, find_recipe, read_recipe
+from pretraining.config.recipe_files import RECIPE_SUFFIXES, find_recipe, read_recipe
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import did_you_mean, format_value
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists
-from pretraining.tools.commands import TranslateConfig
+from pretraining.tools.command_settings import TranslateConfig
 from pretraining.tools.translate import composed, deepspeed, guide, nanogpt, stub
 from pretraining.tools.translate.engine import ACCEPT_LLAMA, ACCEPT_UNKNOWN, Given, System, Translation
 from pretraining.tools.translate.files import compose, read_settings, text_of

@@ -56,7 +56,7 @@ from pretraining.optim.registry import build_optimizer
 from pretraining.optim.state import materialise_state
 from pretraining.progress import Scores, TrainState
 from pretraining.tools.average import average
-from pretraining.tools.commands import AverageConfig
+from pretraining.tools.command_settings import AverageConfig
 from pretraining.train.build import build_model
 from pretraining.train.loop import train_loop
 from scripts.benchmark.common import (

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pretraining.data.tokenizer import Tokenizer, library_threads, train_tokenizer
-from pretraining.tools.commands import SMALLEST_VOCABULARY, PrepareConfig
+from pretraining.tools.command_settings import SMALLEST_VOCABULARY, PrepareConfig
 from pretraining.tools.prepare.inputs import standard_library_files
 from pretraining.tools.prepare.prepare import prepare
 from scripts.benchmark.common import Number, announce, flag_parser, print_table, spread

@@ -15,7 +15,7 @@ from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.manifest import EVALUATION_OF_STEP, MANIFEST, RUN_STATE, FileEntry, Manifest
 from pretraining.checkpoint.pt_files import write_full
 from pretraining.checkpoint.writer import WriteItem, write_chunks
-from pretraining.config.recipes import dump_config
+from pretraining.config.recipe_files import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings
 from pretraining.files import file_checksum, write_json

@@ -24,7 +24,7 @@ from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.model.hf import config_document, parameter_shapes
 from pretraining.model.llama import Llama
-from pretraining.tools.commands import ExportConfig, ImportConfig
+from pretraining.tools.command_settings import ExportConfig, ImportConfig
 from pretraining.tools.export import export
 from pretraining.tools.import_weights import import_weights
 from pretraining.tools.verify import faults_of

@@ -21,7 +21,7 @@ from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, ConfigError, DamagedError, OutdatedError
 from pretraining.files import with_checksum
 from pretraining.object_store import Store, StoreError
-from pretraining.tools.commands import PushConfig
+from pretraining.tools.command_settings import PushConfig
 from pretraining.tools.push import push
 
 COMMON = [*TINY, "use_dummy_dataset=true", "batch_size=2", "num_steps=6", "checkpoint_interval=2"]

@@ -22,7 +22,7 @@ from pretraining.checkpoint.headers import StoredTensors, load_file, read_header
 from pretraining.checkpoint.manifest import FULL_FILES, ITERATION_FILE, MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE
 from pretraining.checkpoint.pt_files import FullSave, manifest_of_files, write_file
 from pretraining.checkpoint.reader import read_tensor
-from pretraining.config.recipes import settings_in
+from pretraining.config.recipe_files import settings_in
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.model.llama import Llama

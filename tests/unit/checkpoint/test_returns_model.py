@@ -36,7 +36,7 @@ from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_asi
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError
-from pretraining.tools.commands import PushConfig
+from pretraining.tools.command_settings import PushConfig
 from pretraining.tools.push import push
 
 pytestmark = [pytest.mark.usefixtures("single_process"), pytest.mark.thorough]

@@ -33,7 +33,7 @@ from pretraining.checkpoint.run_folder import (
 )
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.read import load_train_config
-from pretraining.config.recipes import dump_config
+from pretraining.config.recipe_files import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError
 from pretraining.progress import PENDING_EVALUATION

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from pretraining.config.command_line import assign, read_words
 from pretraining.config.fields import required, setting, values_of
 from pretraining.config.read import load_train_config, read
-from pretraining.config.recipes import load_config, settings_in
+from pretraining.config.recipe_files import load_config, settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
-from pretraining.tools.commands import ExportConfig, ListConfig
+from pretraining.tools.command_settings import ExportConfig, ListConfig
 
 DUMMY = {"use_dummy_dataset": "true"}
 

@@ -8,7 +8,7 @@ from pretraining.config.fields import settings_of
 from pretraining.config.help import help_text
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from scripts.settings_page import PAGE, with_new_tables
 
 

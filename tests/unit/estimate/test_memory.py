@@ -14,12 +14,12 @@ from pretraining.config.command_line import read_words
 from pretraining.config.read import read, read_recipes
 from pretraining.config.training import BatchConfig, DataConfig, ParallelConfig, TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
-from pretraining.context import ContextGroup
+from pretraining.context_group import ContextGroup
 from pretraining.data.batch import ModelInputs
 from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.memory import Rank, estimate_memory, kept_bytes_per_token
 from pretraining.model.llama import Llama
-from pretraining.tools.commands import PlanConfig
+from pretraining.tools.command_settings import PlanConfig
 from pretraining.tools.planner import cluster_of, estimate_run
 
 SHAPE = LlamaShape(256, 704, 2, 4, 2, 64, 1000, 2048, 1e4, 1e-5, False, None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from unit.model.test_attention import Rows, equally_long_rows
 
-from pretraining.context import ContextGroup, SharedRows
+from pretraining.context_group import ContextGroup, SharedRows
 from pretraining.data.batch import ModelInputs
 from pretraining.distributed.compile import compile_blocks, without_compiling
 from pretraining.model import shared_rows

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pretraining.config.training import IGNORED_LABEL
-from pretraining.context import ContextGroup
+from pretraining.context_group import ContextGroup
 from pretraining.data.batch import MicroBatch, ModelInputs
 from pretraining.errors import ConfigError
 from pretraining.model.loss import HeadLoss, head_loss

@@ -28,13 +28,13 @@ from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, MANIFEST
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.checkpoint.start_point import CheckpointRef, find_newest, find_start
 from pretraining.cli import main
-from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config
+from pretraining.config.recipe_files import RUN_CONFIG_FILE, dump_config
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError
 from pretraining.model.hf import ORIGIN_FILE, parameter_shapes
 from pretraining.optim.schedules import DECAYS
 from pretraining.tools.average import decay_weights
-from pretraining.tools.commands import ExportConfig
+from pretraining.tools.command_settings import ExportConfig
 from pretraining.tools.export import export
 from pretraining.train.plan import recorded_evaluation
 

@@ -14,7 +14,7 @@ from training_runs import TINY, write_two_datasets
 from pretraining.checkpoint.lease import LEASE, Holder
 from pretraining.cli import main
 from pretraining.config.fields import settings_of
-from pretraining.config.recipes import load_config
+from pretraining.config.recipe_files import load_config
 from pretraining.config.training import TrainConfig
 from pretraining.files import with_checksum
 from pretraining.observability import trackers

@@ -32,7 +32,7 @@ from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.manifest import EVALUATION_OF_STEP, FULL_FILES, MANIFEST, RUN_STATE, shape_of
 from pretraining.checkpoint.reader import open_tensors, read_tensor
-from pretraining.config.recipes import dump_config, settings_in
+from pretraining.config.recipe_files import dump_config, settings_in
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
@@ -40,7 +40,7 @@ from pretraining.launch.machine import MachineMemory
 from pretraining.model.hf import ORIGIN_FILE, parameter_shapes
 from pretraining.text import parse_bytes
 from pretraining.tools import import_weights as import_module
-from pretraining.tools.commands import ExportConfig, ImportConfig
+from pretraining.tools.command_settings import ExportConfig, ImportConfig
 from pretraining.tools.export import export
 from pretraining.tools.import_weights import import_weights
 from pretraining.tools.verify import faults_of

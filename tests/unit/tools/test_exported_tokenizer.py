@@ -13,7 +13,7 @@ import tokenizers
 from training_runs import TINY
 
 from pretraining.cli import main
-from pretraining.config.recipes import load_config
+from pretraining.config.recipe_files import load_config
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 

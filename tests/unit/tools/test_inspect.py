@@ -19,7 +19,7 @@ from pretraining.config.training import BatchConfig, DataConfig, ModelConfig, Pa
 from pretraining.data.dataset import build_loader
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.tools.commands import InspectConfig, InspectSettings
+from pretraining.tools.command_settings import InspectConfig, InspectSettings
 from pretraining.tools.inspect import Inspector, inspect
 
 SEP = 999

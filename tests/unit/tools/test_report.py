@@ -19,10 +19,10 @@ from helpers import ROOT
 
 from pretraining.cli import main
 from pretraining.config.read import load_train_config
-from pretraining.config.recipes import dump_config
+from pretraining.config.recipe_files import dump_config
 from pretraining.errors import ConfigError
 from pretraining.files import with_checksum
-from pretraining.tools.commands import PageConfig
+from pretraining.tools.command_settings import PageConfig
 from pretraining.tools.report import PLOTS, downsample, render, report
 from pretraining.tools.run_records import read_run, read_runs
 from pretraining.train.run_status import RunStatus

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import SHAPES, config_of, manifest_of, tensors_of, write_sharded
 
 from pretraining.api import load_model
-from pretraining.config.recipes import dump_config
+from pretraining.config.recipe_files import dump_config
 from pretraining.config.rules import check_config
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer
@@ -25,7 +25,7 @@ from pretraining.errors import CheckpointError, ConfigError
 from pretraining.evaluation.generation import CachedModel, stream_text
 from pretraining.launch.terminal import escape_controls
 from pretraining.model.hf import parameter_shapes
-from pretraining.tools.commands import ExportConfig, SampleConfig
+from pretraining.tools.command_settings import ExportConfig, SampleConfig
 from pretraining.tools.export import export
 from pretraining.tools.sample import sample
 

@@ -20,7 +20,7 @@ from pretraining.cli import main
 from pretraining.config.command_line import assign, read_words
 from pretraining.errors import ConfigError
 from pretraining.tools import sweep
-from pretraining.tools.commands import SweepConfig
+from pretraining.tools.command_settings import SweepConfig
 
 TINY = [*TINY_RUN[:-1], "num_steps=4", "report_interval=2", "tracker=none"]
 

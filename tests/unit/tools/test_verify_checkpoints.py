@@ -42,10 +42,10 @@ from pretraining.checkpoint.manifest import (
 from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.checkpoint.writer import WriteItem, write_chunks
-from pretraining.config.recipes import dump_config
+from pretraining.config.recipe_files import dump_config
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.model.hf import parameter_shapes
-from pretraining.tools.commands import ListConfig, VerifyConfig
+from pretraining.tools.command_settings import ListConfig, VerifyConfig
 from pretraining.tools.list_checkpoints import list_checkpoints, rows_of
 from pretraining.tools.verify import faults_of, verify
 

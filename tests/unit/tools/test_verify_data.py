@@ -21,7 +21,7 @@ from unit.data.token_files import make_root, random_documents, write_documents
 from pretraining.errors import DataError
 from pretraining.files import file_checksum
 from pretraining.tools import verify as verify_module
-from pretraining.tools.commands import PrepareConfig, VerifyConfig
+from pretraining.tools.command_settings import PrepareConfig, VerifyConfig
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.verify import verify
 

@@ -15,7 +15,7 @@ from unit.train.whole_runs import checkpoint, equal, error_of, tensors_of
 from pretraining.errors import ConfigError
 from pretraining.model.llama import DecoderBlock
 from pretraining.observability.block_norms import BlockNorms, _block_of
-from pretraining.tools.commands import PageConfig
+from pretraining.tools.command_settings import PageConfig
 from pretraining.tools.report import report
 
 pytestmark = pytest.mark.thorough

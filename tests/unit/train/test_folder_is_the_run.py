@@ -19,7 +19,7 @@ from unit.train.whole_runs import checkpoint, error_of, manifest_of, resume, sav
 from pretraining import Trainer
 from pretraining.checkpoint.lease import LEASE, Holder
 from pretraining.cli import main
-from pretraining.config.recipes import load_config
+from pretraining.config.recipe_files import load_config
 from pretraining.config.run_recipe import comment_of_start, last_start
 from pretraining.files import with_checksum
 

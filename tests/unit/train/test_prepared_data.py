@@ -20,11 +20,11 @@ from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.start_point import find_start
 from pretraining.cli import main
-from pretraining.config.recipes import load_config
+from pretraining.config.recipe_files import load_config
 from pretraining.config.training import NO_TOKEN, TrainConfig
 from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.train.complete import find_and_complete
 

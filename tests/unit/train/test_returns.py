@@ -25,7 +25,7 @@ from unit.train.whole_runs import (
 
 from pretraining.checkpoint import manager
 from pretraining.cli import main
-from pretraining.config.recipes import load_config
+from pretraining.config.recipe_files import load_config
 from pretraining.errors import CheckpointError
 from pretraining.train import build
 from pretraining.train import run as run_module

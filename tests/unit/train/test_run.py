@@ -24,7 +24,7 @@ from unit.train.whole_runs import equal, manifest_of, refusal, saved, start, sta
 from pretraining.checkpoint.run_folder import newest_run_path
 from pretraining.cli import main
 from pretraining.config.read import load_train_config
-from pretraining.config.recipes import load_config
+from pretraining.config.recipe_files import load_config
 from pretraining.errors import CheckpointError
 from pretraining.files import with_checksum
 from pretraining.launch.terminal import escape_controls

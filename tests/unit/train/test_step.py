@@ -15,7 +15,7 @@ from pretraining.config.training import LossConfig, OptimizerConfig
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.distributed.grad_norm import local_part
 from pretraining.distributed.loss_scaler import LossScaler
-from pretraining.distributed.replicated import ReplicatedModel
+from pretraining.distributed.unsharded import ReplicatedModel
 from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama
 from pretraining.observability.collector import Collector

@@ -27,7 +27,7 @@ from pretraining.config.read import load_train_config
 from pretraining.errors import ConfigError, Preempted, PretrainError
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.progress import Scores
-from pretraining.tools.commands import PageConfig
+from pretraining.tools.command_settings import PageConfig
 from pretraining.tools.report import report
 from pretraining.train.plan import Plan
 

@@ -12,7 +12,7 @@ from unit.train.whole_runs import checkpoint, damage, equal, refusal, start, sta
 from pretraining.cli import main
 from pretraining.errors import CheckpointError
 from pretraining.object_store import Store
-from pretraining.tools.commands import PushConfig
+from pretraining.tools.command_settings import PushConfig
 from pretraining.tools.push import push
 
 

@@ -25,7 +25,7 @@ from unit.train.whole_runs import (
 from pretraining.checkpoint.manifest import FULL_FILES
 from pretraining.cli import main
 from pretraining.config.read import load_train_config
-from pretraining.config.recipes import load_config
+from pretraining.config.recipe_files import load_config
 from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.tools.verify import faults_of

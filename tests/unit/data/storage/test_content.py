@@ -26,10 +26,9 @@ from unit.data.token_files import (
 
 from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_indices, open_datasets
-from pretraining.data.storage import index_files
 from pretraining.data.storage.content import PART_BYTES, PARTS, _keyed_places, content_record
 from pretraining.data.storage.dataset_files import list_datasets
-from pretraining.data.storage.index_files import build_index
+from pretraining.data.storage.index_folder import build_index
 from pretraining.errors import DataError
 
 DOCUMENTS = [document or [7] for document in random_documents(60, vocab_size=900)]
@@ -73,8 +72,8 @@ def samples(config: DataConfig) -> list[list[list[int]]]:
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    counted = Mock(side_effect=index_files.read_documents)
-    monkeypatch.setattr(index_files, "read_documents", counted)
+    counted = Mock(side_effect=index_folder.read_documents)
+    monkeypatch.setattr(index_folder, "read_documents", counted)
     return counted
 
 

@@ -18,7 +18,7 @@ from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_reader import DocumentReader
-from pretraining.data.storage.index_files import build_index
+from pretraining.data.storage.index_folder import build_index
 from pretraining.data.storage.open_files import OpenFile, open_files
 from pretraining.errors import DataError
 

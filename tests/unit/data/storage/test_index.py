@@ -17,7 +17,6 @@ from unit.data.token_files import random_documents, write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage import index as index_module
-from pretraining.data.storage import index_files
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index import (
@@ -29,7 +28,7 @@ from pretraining.data.storage.index import (
     settings_digest,
     split_lengths,
 )
-from pretraining.data.storage.index_files import build_index, documents_as_trained, find_index
+from pretraining.data.storage.index_folder import build_index, documents_as_trained, find_index
 from pretraining.errors import DataError
 
 CONFIG = DataConfig()
@@ -146,15 +145,15 @@ def test_a_full_disk_leaves_nothing_behind(root: Path, monkeypatch: pytest.Monke
 
 def test_the_index_of_the_job_that_is_done_first_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine may have mapped it: replacing a file on a network file system breaks its users."""
-    real, places = index_files._write_index, []
+    real, places = index_folder._write_index, []
 
     def slow(*arguments: Any) -> Any:
         with monkeypatch.context() as other_job:
-            other_job.setattr(index_files, "_write_index", real)
+            other_job.setattr(index_folder, "_write_index", real)
             places.append(build_index(files(root), CONFIG).path.stat().st_ino)
         return real(*arguments)
 
-    monkeypatch.setattr(index_files, "_write_index", slow)
+    monkeypatch.setattr(index_folder, "_write_index", slow)
     index = build_index(files(root), CONFIG)
     assert [index.path.stat().st_ino] == places and lengths_of(index) == [2]
     assert sorted(each.suffix for each in (root / "web/.index").iterdir()) == [".index", ".times"]
@@ -162,7 +161,7 @@ def test_the_index_of_the_job_that_is_done_first_stays(root: Path, monkeypatch: 
 
 def test_a_document_longer_than_32_bits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1], [1] * 6])
-    monkeypatch.setattr(index_files, "_LARGEST_LENGTH", 5)
+    monkeypatch.setattr(index_folder, "_LARGEST_LENGTH", 5)
     with pytest.raises(DataError) as raised:
         build_index(files(tmp_path), CONFIG)
     assert (raised.value.path, raised.value.row) == (tmp_path / "web/x.arrow", 1)

@@ -35,7 +35,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data import prefetcher
 from pretraining.data.dataset import build_loader, working_set_bytes
 from pretraining.data.prefetcher import Prefetcher
-from pretraining.data.storage import index_files, store_files
+from pretraining.data.storage import store_files
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_records import record_name, write_record
@@ -303,13 +303,13 @@ def test_an_object_that_is_replaced_while_it_is_indexed_is_an_error(
     root: Path, tmp_path: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(store.upload(root, tmp_path.name), tmp_path)
-    read_local = index_files.read_local
+    read_local = index_folder.read_local
 
     def replace_meanwhile(*arguments: Any) -> Any:
         store.put(f"{tmp_path.name}/web/one.arrow", (root / "web" / "one.arrow").read_bytes()[::-1])
         return read_local(*arguments)
 
-    monkeypatch.setattr(index_files, "read_local", replace_meanwhile)
+    monkeypatch.setattr(index_folder, "read_local", replace_meanwhile)
     with pytest.raises(DataError, match=r"s3://bucket/\S+/web/one.arrow: changed while it was read|is another version"):
         first_steps(config)
 

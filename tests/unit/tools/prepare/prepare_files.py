@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pretraining.launch.layout import ProcessLayout
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare.documents import Document
 from pretraining.tools.prepare.formats import recognise
 from pretraining.tools.prepare.packed_files import InputFile

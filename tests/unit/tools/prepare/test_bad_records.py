@@ -19,7 +19,7 @@ from unit.tools.prepare.prepare_files import contents, json_lines, prepare_confi
 from pretraining.cli import main
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare import documents, encode, units
 from pretraining.tools.prepare.encode import loss_counter
 from pretraining.tools.prepare.prepare import prepare

@@ -17,7 +17,7 @@ from unit.tools.prepare.prepare_files import packed, prepare_config, rows, write
 
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare import chats, encode, units
 from pretraining.tools.prepare.prepare import prepare
 

@@ -28,7 +28,7 @@ from unit.tools.prepare.prepare_files import (
 
 from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare import documents, encode, units
 from pretraining.tools.prepare.encode import choose_encoder
 from pretraining.tools.prepare.prepare import prepare

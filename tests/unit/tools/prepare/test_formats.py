@@ -27,7 +27,7 @@ from pyarrow import feather
 from unit.tools.prepare.prepare_files import json_lines, one, packed, read, texts_of, write_table
 
 from pretraining.errors import DataError
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare import documents, encode, formats, tables, units, vocabulary
 from pretraining.tools.prepare.documents import text_of
 from pretraining.tools.prepare.formats import recognise

@@ -27,7 +27,7 @@ from unit.tools.prepare.prepare_files import (
 
 from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare import records, units
 from pretraining.tools.prepare.hub import HubSplit, read_shards, shards_of
 from pretraining.tools.prepare.prepare import prepare

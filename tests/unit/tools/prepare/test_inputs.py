@@ -16,7 +16,7 @@ from unit.tools.prepare.prepare_files import json_lines, packed
 
 from pretraining.cli import main
 from pretraining.errors import DataError
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare.inputs import Selection, list_files, standard_library_files, warn_of_copies
 from pretraining.tools.prepare.packed_files import InputFile
 

@@ -20,7 +20,7 @@ from unit.tools.prepare.prepare_files import contents, json_lines, packed, prepa
 
 from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError, PretrainError
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare import console, documents, encode, token_files, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.console import suggested_variant, training_flags

@@ -26,7 +26,7 @@ from unit.tools.prepare.prepare_files import (
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 from pretraining.launch.layout import ProcessLayout
-from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare import encode, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.encode import Report

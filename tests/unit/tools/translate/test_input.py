@@ -17,7 +17,7 @@ from unit.tools.translate.loading import load, read_unchecked
 from pretraining.config.command_line import assign
 from pretraining.config.fields import values_of
 from pretraining.errors import ConfigError
-from pretraining.tools.commands import TranslateConfig
+from pretraining.tools.command_settings import TranslateConfig
 from pretraining.tools.translate.command import translate_file
 from pretraining.tools.translate.files import read_settings
 from pretraining.tools.translate.systems import SYSTEMS, translate_all

@@ -17,7 +17,7 @@ from pretraining.cli import main
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.errors import ConfigError, DataError
 from pretraining.optim.registry import user_defined_arguments
-from pretraining.tools.commands import TranslateConfig
+from pretraining.tools.command_settings import TranslateConfig
 from pretraining.tools.translate.command import translate_file
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.fields import Setting, build, settings_of
 from pretraining.config.read import load_train_config
-from pretraining.config.recipes import dump_config, load_config, read_recipe, shipped_recipes
+from pretraining.config.recipe_files import dump_config, load_config, read_recipe, shipped_recipes
 from pretraining.config.settings_files import LARGEST_FILE_BYTES, parse_tree
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import NONE_WORDS

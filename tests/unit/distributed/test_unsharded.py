@@ -21,7 +21,7 @@ from pretraining.distributed.fsdp import ShardedModel
 from pretraining.distributed.grad_norm import gradient_norm, local_gradients, local_part
 from pretraining.distributed.gradient_buckets import GradientBuckets
 from pretraining.distributed.parallelize import ParallelModel
-from pretraining.distributed.replicated import ReplicatedModel
+from pretraining.distributed.unsharded import ReplicatedModel
 from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama
 from pretraining.optim.registry import build_optimizer

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.config.strategies import DimSizes
-from pretraining.distributed import replicas as replicas_module
-from pretraining.distributed.replicas import Replicas, hash_tensors
+from pretraining.distributed import replica_check as replicas_module
+from pretraining.distributed.replica_check import Replicas, hash_tensors
 
 
 def tensors() -> list[torch.Tensor]:
