@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pretraining.tools.commands import TranslateConfig
+from pretraining.tools.command_settings import TranslateConfig
 from pretraining.tools.translate.command import translate_file
 
 FOLDER = Path(__file__).parent / "translate"

@@ -26,6 +26,7 @@ from unit.data.token_files import (
 
 from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_indices, open_datasets
+from pretraining.data.storage import index_folder
 from pretraining.data.storage.content import PART_BYTES, PARTS, _keyed_places, content_record
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index_folder import build_index

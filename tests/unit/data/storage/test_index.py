@@ -17,6 +17,7 @@ from unit.data.token_files import random_documents, write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage import index as index_module
+from pretraining.data.storage import index_folder
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index import (

@@ -35,7 +35,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data import prefetcher
 from pretraining.data.dataset import build_loader, working_set_bytes
 from pretraining.data.prefetcher import Prefetcher
-from pretraining.data.storage import store_files
+from pretraining.data.storage import index_folder, store_files
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_records import record_name, write_record
