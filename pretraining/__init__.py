@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from pretraining.config.training import ScheduleConfig as ScheduleConfig
     from pretraining.config.training import TrainConfig as TrainConfig
     from pretraining.data.loader import Loader as Loader
+    from pretraining.durations import Duration as Duration
     from pretraining.errors import PretrainError as PretrainError
-    from pretraining.progress import Duration as Duration
     from pretraining.train.run import TrainResult as TrainResult
 
 

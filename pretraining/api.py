@@ -29,13 +29,13 @@ from pretraining.config.rules import check_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import expand_home
 from pretraining.config.variants import name_block
+from pretraining.durations import Duration
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, LaunchError, Preempted
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import CpuThreads, set_threads
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.signals import ReceivedSignals, terminate_with_launcher
 from pretraining.launch.terminal import logging_to_terminal
-from pretraining.progress import Duration
 from pretraining.tools.command_settings import ExportConfig, SampleConfig
 from pretraining.tools.translate.translate import translate
 

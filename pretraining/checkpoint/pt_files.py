@@ -38,12 +38,12 @@ from pretraining.checkpoint.stored_files import ChecksummedFile
 from pretraining.config.recipe_files import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.grad_norm import is_sharded
+from pretraining.durations import TokenSchedule
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.launch.machine import machine_memory
 from pretraining.model.hf import parameter_shapes
 from pretraining.optim.registry import settings_of_groups
 from pretraining.optim.schedules import build_learning_rate
-from pretraining.progress import TokenSchedule
 from pretraining.text import format_bytes
 
 # Writing

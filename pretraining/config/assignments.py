@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from pretraining.config.fields import Setting, build, sections_of, settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, did_you_mean, parse_value
-from pretraining.progress import MULTIPLIERS
+from pretraining.durations import MULTIPLIERS
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Le, Lt
 
-from pretraining.progress import PERCENT, UNITS, Duration
+from pretraining.durations import PERCENT, UNITS, Duration
 
 T = TypeVar("T")
 

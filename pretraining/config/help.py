@@ -11,8 +11,8 @@ from pretraining.config.fields import Setting, sections_of, settings_of
 from pretraining.config.recipe_files import shipped_recipes
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import describe_type, did_you_mean, format_value
+from pretraining.durations import Duration
 from pretraining.errors import ConfigError
-from pretraining.progress import Duration
 
 _WIDEST = 110
 """Columns; longer lines of prose are hard to read."""

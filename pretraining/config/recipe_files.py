@@ -18,9 +18,9 @@ from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, did_you_mean, expand_home, format_value
+from pretraining.durations import Duration
 from pretraining.errors import ConfigError
 from pretraining.files import exists, real_path
-from pretraining.progress import Duration
 
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 SHIPPED = Path(__file__).parent / "recipes"

@@ -18,9 +18,9 @@ from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import ALL_BLOCKS, EvaluationConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from pretraining.config.values import format_value, limit_problem
 from pretraining.config.variants import resolve_shape
+from pretraining.durations import Duration
 from pretraining.errors import ConfigError, Problem
 from pretraining.files import is_address
-from pretraining.progress import Duration
 
 FLOAT8_MULTIPLE = 16
 """Divides every dimension of a matrix in a float8 product."""

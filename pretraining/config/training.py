@@ -29,8 +29,8 @@ from pretraining.config.fields import (
 )
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TOKEN_FORMATS, TRACKERS
 from pretraining.config.values import parse_ranges
+from pretraining.durations import LARGEST_AMOUNT, Duration, parse_number
 from pretraining.errors import ConfigError
-from pretraining.progress import LARGEST_AMOUNT, Duration, parse_number
 
 Packing = Literal["stream", "greedy", "first_fit", "best_fit"]
 ShardingStrategy = Literal["ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2"]

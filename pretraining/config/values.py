@@ -20,9 +20,9 @@ from annotated_types import Ge, Le, Lt
 
 from pretraining.config.fields import Setting
 from pretraining.config.plugins import PLUGIN_PATH, join_brackets
+from pretraining.durations import LARGEST_AMOUNT, PERCENT, Duration, parse_number
 from pretraining.errors import ConfigError
 from pretraining.files import address_problem, exists, is_address
-from pretraining.progress import LARGEST_AMOUNT, PERCENT, Duration, parse_number
 from pretraining.text import parse_bytes
 
 Raw = str | list[str] | None

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
+from pretraining.durations import Duration
 from pretraining.errors import ConfigError
 from pretraining.evaluation.evaluators import VALUES, Evaluators, line_of
 from pretraining.evaluation.generation import TextSampler
@@ -37,15 +38,7 @@ from pretraining.observability.collector import sum_over_ranks
 from pretraining.observability.display import CUSTOM
 from pretraining.observability.metrics import Metrics
 from pretraining.observability.observer import Observer
-from pretraining.progress import (
-    PENDING_EVALUATION,
-    PENDING_TASKS,
-    BestBy,
-    Duration,
-    Interval,
-    Scores,
-    TrainState,
-)
+from pretraining.progress import PENDING_EVALUATION, PENDING_TASKS, BestBy, Interval, Scores, TrainState
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 from pretraining.config.plugins import SCHEDULES, USER_DEFINED
 from pretraining.config.training import ScheduleConfig, parse_point
+from pretraining.durations import Duration, TokenSchedule, resolve_warmup_steps
 from pretraining.errors import ConfigError
-from pretraining.progress import Duration, TokenSchedule, resolve_warmup_steps
 from pretraining.text import count_of
 
 ANNEALING_FROM = "annealing_from"

@@ -14,10 +14,10 @@ import torch
 
 from pretraining.config.plugins import SCHEDULES, load_plugin, plugin_errors
 from pretraining.config.training import ScheduleConfig
+from pretraining.durations import Duration, TokenSchedule
 from pretraining.errors import ConfigError
 from pretraining.optim.horizon import ANNEALING_FROM, Horizon, resolve_horizon
 from pretraining.optim.optimizer import PEAK, set_rate
-from pretraining.progress import Duration, TokenSchedule
 
 
 class Schedule(Protocol):

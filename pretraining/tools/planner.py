@@ -18,13 +18,13 @@ from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.strategies import STRATEGIES, DimSizes, dim_sizes
 from pretraining.config.training import ALL_BLOCKS, DataConfig, ParallelConfig
 from pretraining.config.variants import LlamaShape, name_of_model, resolve_shape
+from pretraining.durations import TokenSchedule
 from pretraining.errors import ConfigError
 from pretraining.estimate.advice import memory_advice
 from pretraining.estimate.costs import flops_per_token, parameter_count
 from pretraining.estimate.devices import GPUS, Gpu
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, Rank, estimate_memory, optimizer_state_bytes
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
-from pretraining.progress import TokenSchedule
 from pretraining.text import count_of, describe_passes, describe_repeats, format_gib, format_seconds
 from pretraining.tools.command_settings import PlanConfig
 

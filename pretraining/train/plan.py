@@ -23,10 +23,11 @@ from pretraining.data.samples import OpenedDatasets
 from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.dims import Dims
 from pretraining.distributed.processes import Processes
+from pretraining.durations import TokenSchedule
 from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationRecord, definition_of
 from pretraining.optim.schedules import LearningRate, build_learning_rate
-from pretraining.progress import BestBy, Progress, TokenSchedule, TrainState
+from pretraining.progress import BestBy, Progress, TrainState
 from pretraining.train.opening import Opened
 from pretraining.train.plan_evaluation import EvaluationPlan, plan_evaluation
 

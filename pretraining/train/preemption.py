@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from pretraining.durations import Duration
 from pretraining.errors import Interrupted, Preempted
 from pretraining.launch.signals import OUT_OF_TIME, ReceivedSignals
-from pretraining.progress import Duration
 
 TIME_LIMIT = 3  # SIGQUIT's number: no handled signal has it
 STARTED_AT = "PRETRAINING_STARTED_AT"

@@ -14,7 +14,8 @@ from helpers import ROOT, run_command
 # Lowest row first; parts in one row are siblings.
 ROWS = (
     ("errors",),
-    ("files", "progress", "text", "context"),
+    ("durations",),
+    ("files", "progress", "text", "context_group"),
     ("object_store",),
     ("config", "launch"),
     ("estimate",),
@@ -30,7 +31,7 @@ ROWS = (
     ("__main__",),
 )
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
-TORCH_FREE = ("errors", "files", "progress", "text", "object_store", "config", "launch", "estimate")
+TORCH_FREE = ("errors", "files", "durations", "progress", "text", "object_store", "config", "launch", "estimate")
 
 PACKAGE = ROOT / "pretraining"
 FILES = sorted(PACKAGE.rglob("*.py"))

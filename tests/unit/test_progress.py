@@ -12,17 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretraining.durations import LARGEST_AMOUNT, Duration, TokenSchedule, parse_number, resolve_warmup_steps
 from pretraining.errors import ConfigError
-from pretraining.progress import (
-    LARGEST_AMOUNT,
-    Duration,
-    Interval,
-    Progress,
-    TokenSchedule,
-    TrainState,
-    parse_number,
-    resolve_warmup_steps,
-)
+from pretraining.progress import Interval, Progress, TrainState
 
 durations = st.one_of(
     st.builds(Duration, st.integers(0, LARGEST_AMOUNT), st.sampled_from(["steps", "tokens"])),

@@ -15,9 +15,9 @@ from training_runs import losses_of, write_two_datasets
 from pretraining import Trainer, load_model
 from pretraining.cli import main
 from pretraining.data.batch import ModelInputs
+from pretraining.durations import Duration
 from pretraining.errors import CheckpointError, ConfigError, LaunchError
 from pretraining.observability.metrics import Outputs
-from pretraining.progress import Duration
 
 
 def test_a_run_equals_that_of_the_command_and_its_result_has_losses_and_paths(

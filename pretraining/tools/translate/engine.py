@@ -21,8 +21,8 @@ from typing import NamedTuple
 from pretraining.config.assignments import COMMAND_LINE, Assignment, Source, setting_named
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.values import BOOL_WORDS, NONE_WORDS, did_you_mean, format_value
+from pretraining.durations import parse_number
 from pretraining.errors import ConfigError
-from pretraining.progress import parse_number
 from pretraining.text import format_table
 from pretraining.tools.translate.rows import NotALlamaError, Row
 

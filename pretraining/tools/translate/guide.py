@@ -9,8 +9,8 @@ import re
 import shlex
 from pathlib import Path
 
+from pretraining.durations import parse_number
 from pretraining.files import exists, is_file
-from pretraining.progress import parse_number
 from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.translate import deepspeed, rows
 from pretraining.tools.translate.engine import Given, System, Translation

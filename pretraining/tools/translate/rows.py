@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.config.plugins import TOKEN_SUFFIXES
+from pretraining.durations import parse_number
 from pretraining.files import entries_of, is_folder
-from pretraining.progress import parse_number
 
 Conversion = Callable[[str], str | Mapping[str, str]]
 

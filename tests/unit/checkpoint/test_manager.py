@@ -28,11 +28,12 @@ from pretraining.checkpoint.saver import Saver, Staging
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.checkpoint.writer import SavePlan, WriteItem, plan_save
 from pretraining.config.training import CheckpointConfig
+from pretraining.durations import Duration
 from pretraining.errors import CheckpointError
 from pretraining.observability.events import Events
 from pretraining.observability.throughput import Stopwatch
 from pretraining.optim.optimizer import update
-from pretraining.progress import Duration, Interval, Progress, Scores, TrainState
+from pretraining.progress import Interval, Progress, Scores, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -24,11 +24,11 @@ from pretraining.checkpoint.pt_files import FullSave, manifest_of_files, write_f
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.config.recipe_files import settings_in
 from pretraining.config.variants import LlamaShape
+from pretraining.durations import TokenSchedule
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import parameter_groups
 from pretraining.optim.schedules import build_learning_rate
-from pretraining.progress import TokenSchedule
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

@@ -17,8 +17,8 @@ from pretraining.config.fields import required, setting, values_of
 from pretraining.config.read import load_train_config, read
 from pretraining.config.recipe_files import load_config, settings_in
 from pretraining.config.training import TrainConfig
+from pretraining.durations import Duration
 from pretraining.errors import ConfigError
-from pretraining.progress import Duration
 from pretraining.tools.command_settings import ExportConfig, ListConfig
 
 DUMMY = {"use_dummy_dataset": "true"}

@@ -17,8 +17,8 @@ from pretraining.config.recipe_files import dump_config, load_config, read_recip
 from pretraining.config.settings_files import LARGEST_FILE_BYTES, parse_tree
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import NONE_WORDS
+from pretraining.durations import Duration
 from pretraining.errors import ConfigError
-from pretraining.progress import Duration
 
 
 def recipe(folder: Path, text: str, name: str = "a.yaml") -> str:

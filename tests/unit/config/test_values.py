@@ -10,8 +10,8 @@ from annotated_types import Ge, Le, Lt
 
 from pretraining.config.fields import PartOfRun, PositiveInt, Time, Units, setting, settings_of
 from pretraining.config.values import limit_problem, parse_ranges, parse_value
+from pretraining.durations import Duration
 from pretraining.errors import ConfigError
-from pretraining.progress import Duration
 
 
 @dataclass(frozen=True)

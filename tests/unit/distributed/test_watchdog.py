@@ -23,7 +23,7 @@ from pretraining.distributed.watchdog import (
     collective_timeout,
     describe,
 )
-from pretraining.progress import Duration
+from pretraining.durations import Duration
 
 
 def seconds(amount: float) -> Duration:

@@ -18,6 +18,7 @@ from pretraining.config.read import load_train_config
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.distributed.processes import Processes
+from pretraining.durations import Duration
 from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import Sampling, TextSampler, check_prompt, draw_tokens, open_sampler
 from pretraining.evaluation.held_out import EarlyStopping, Evaluation, EvaluationSource, Evaluator, evaluate
@@ -25,7 +26,7 @@ from pretraining.model.loss import HeadLoss
 from pretraining.observability.events import Events
 from pretraining.observability.metrics import Metrics
 from pretraining.observability.throughput import Stopwatch
-from pretraining.progress import Duration, Interval, Progress, Scores, TrainState
+from pretraining.progress import Interval, Progress, Scores, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -16,6 +16,7 @@ from pretraining.config.training import IGNORED_LABEL, DataConfig, ModelConfig, 
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch import MicroBatch
 from pretraining.distributed.processes import Activity
+from pretraining.durations import Duration
 from pretraining.model.loss import HeadLoss
 from pretraining.observability import throughput
 from pretraining.observability.collector import Collector
@@ -28,7 +29,7 @@ from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch, Throughput
 from pretraining.observability.trackers import Trackers
-from pretraining.progress import Duration, Interval, Progress, TrainState
+from pretraining.progress import Interval, Progress, TrainState
 
 SHAPE = resolve_shape(ModelConfig(model_variant="tiny"))
 KEPT = ("loss", "z_loss", "skipped_updates", "token_accuracy")

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from pretraining.config.training import ProfilerConfig
+from pretraining.durations import Duration
 from pretraining.observability.profiler import TRACES, Profiler
 from pretraining.observability.throughput import Stopwatch
-from pretraining.progress import Duration, Progress, TrainState
+from pretraining.progress import Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

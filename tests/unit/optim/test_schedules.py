@@ -8,11 +8,11 @@ from torch import nn
 
 from pretraining.config.plugins import SCHEDULES
 from pretraining.config.read import load_train_config
+from pretraining.durations import TokenSchedule
 from pretraining.errors import ConfigError
 from pretraining.optim.horizon import Horizon, describe_schedule
 from pretraining.optim.optimizer import PEAK
 from pretraining.optim.schedules import LearningRate, build_learning_rate
-from pretraining.progress import TokenSchedule
 
 
 @pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 1), (5, 5), (4, 5)])

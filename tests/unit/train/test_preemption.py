@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
+from pretraining.durations import Duration
 from pretraining.errors import Interrupted, Preempted
 from pretraining.launch.signals import ReceivedSignals
-from pretraining.progress import Duration
 from pretraining.train.preemption import StopRequests, make_stop_requests, preemption_error, stop_reason
 from pretraining.train.run import _preemption_exits_as_terminated
 
