@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _CONFIGS = """TrainConfig ModelConfig DataConfig BatchConfig RunConfig ParallelConfig OptimizerConfig ScheduleConfig
 CheckpointConfig EvaluationConfig ReportConfig GuardConfig LossConfig ProfilerConfig"""

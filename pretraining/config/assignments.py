@@ -78,7 +78,7 @@ REMOVED = {
     "slow_factor": "the doctor names ranks that are 1.3 times slower than the others",
     "search": "plan searches for no layout: plan each that you consider, and measure the best ones",
 }
-"""Settings of earlier versions, and what to do instead."""
+"""Settings that were removed, and what to do instead."""
 _NONE_TEXTS = (None, "", "none", "None", "null")
 
 

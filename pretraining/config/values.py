@@ -40,7 +40,7 @@ _ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]*:/", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
 
 _REMOVED_CHOICES = {"jsonl": " (logs/metrics.jsonl in the run's folder is always written)"}
-"""Remedies for choices of earlier versions."""
+"""Remedies for choices that were removed."""
 
 # Each limit with its words in help, its test, and its words in an error.
 _LIMITS = (

@@ -253,13 +253,13 @@ class EarlyStopping:
             state.end_early(f"no {wanted} in {where}, --early_stopping_evaluations={self.limit}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-able; without a limit it has no counter, as in earlier versions."""
+        """Return the state, JSON-able; without a limit there is no counter."""
         if not self.limit:
             return {}
         return {"definition": self.definition, "best_loss": self.best_loss, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counter, if the checkpoint has one for the same sets; earlier releases recorded no definition."""
+        """Restore the counter, if the checkpoint has one for the same sets."""
         if "in_a_row" in state and state.get("definition") == self.definition:
             self.best_loss, self.in_a_row = state["best_loss"], int(state["in_a_row"])
 

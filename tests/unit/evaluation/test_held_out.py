@@ -206,7 +206,7 @@ def test_counting_begins_again_if_other_sets_decide_and_after_a_version_that_did
         after = EarlyStopping(2, "web")
         after.load_state_dict(kept)
         assert after == EarlyStopping(2, "web")
-    assert EarlyStopping(0, "web", 1.0, 3).state_dict() == {}  # without a limit, the fields of earlier versions
+    assert EarlyStopping(0, "web", 1.0, 3).state_dict() == {}  # without a limit there is no counter
 
 
 # Generated text

@@ -80,7 +80,7 @@ def test_a_resume_never_writes_the_record_and_a_run_without_one_exports_as_befor
     config, generation = exported(run, tmp_path / "out")
     assert (config["bos_token_id"], config["eos_token_id"], config["initializer_range"]) == (None, None, 0.02)
     assert set(generation) == set(TOKENS)
-    # A record of an earlier version has tokens, license and name alone.
+    # A record may lack entries.
     (run / "imported.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2, "license": None}))
     config, generation = exported(run, tmp_path / "out")
     assert (config["eos_token_id"], generation["eos_token_id"], set(generation)) == (2, 2, set(TOKENS))
