@@ -79,7 +79,9 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, evaluators: Sequence[UserEvaluator] = ()) -> None:
         config = _as_settings(config)
-        self._evaluators = {f"{type(each).__module__}:{type(each).__qualname__}": each for each in evaluators}
+        self._evaluators = {
+            f"{type(evaluator).__module__}:{type(evaluator).__qualname__}": evaluator for evaluator in evaluators
+        }
         names = tuple(dict.fromkeys((*config.evaluation.evaluators, *self._evaluators)))
         config = replace(config, evaluation=replace(config.evaluation, evaluators=names))
         changed = [name for name, each in settings_of(TrainConfig).items() if values_of(config)[name] != each.default]

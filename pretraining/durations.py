@@ -80,7 +80,7 @@ class Duration:
         """
         clock = _CLOCK.fullmatch(str(text))
         if clock is not None and (clock[1] or clock[4]):  # SLURM's [days-]hours:minutes:seconds; 24:00 may be minutes
-            days, hours, minutes, seconds = (int(each or 0) for each in clock.groups())
+            days, hours, minutes, seconds = (int(group or 0) for group in clock.groups())
             return cls(((days * 24 + hours) * 60 + minutes) * 60 + seconds, "seconds")
         parts = [_read_amount(number, "".join(unit.split())) for number, unit in _AMOUNT.findall(str(text))]
         exact, units = sum((amount for amount, _ in parts), Fraction(0)), {name for _, name in parts}

@@ -317,7 +317,7 @@ def _depth_of(document: Any) -> int:
     if not isinstance(document, (dict, list)):
         return 0
     children = document.values() if isinstance(document, dict) else document
-    return 1 + max((_depth_of(each) for each in children if isinstance(each, (dict, list))), default=0)
+    return 1 + max((_depth_of(child) for child in children if isinstance(child, (dict, list))), default=0)
 
 
 # Writing
@@ -491,7 +491,7 @@ def output_errors(
         if error.errno == errno.ENAMETOOLONG:
             remedy = f"Give a shorter {name_flag or flag}"
         if needed_bytes and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = next(shutil.disk_usage(each).free for each in (root, *root.parents) if exists(each))
+            free = next(shutil.disk_usage(parent).free for parent in (root, *root.parents) if exists(parent))
             reason += f"; all of it takes {needed_bytes:,} bytes, and {free:,} are free there"
         raise problem(f"cannot be written: {reason}. {remedy}", path=error.filename or root) from error
 

@@ -107,7 +107,7 @@ def _log_unread(path: Path, files: tuple[str, ...]) -> None:
 
 def _weights_in(path: Path) -> list[str]:
     """Return the names of the files in a folder that hold weights of some form."""
-    names = [each.name for each in entries_of(path)] if is_folder(path) else []
+    names = [entry.name for entry in entries_of(path)] if is_folder(path) else []
     return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _WEIGHTS))
 
 

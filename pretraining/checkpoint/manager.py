@@ -126,8 +126,8 @@ class CheckpointManager:
             self._task.restore(saved)
         if self._definition not in (None, self._losses_of) and self.best_evaluation_loss is not None:
             log.info(
-                "the best loss so far, %.4f, is of other evaluation sets: the next evaluation begins the search for the "
-                "best checkpoint and the patience of early stopping again",
+                "the best loss so far, %.4f, is of other evaluation sets: the next evaluation begins the search for "
+                "the best checkpoint and the patience of early stopping again",
                 self.best_evaluation_loss,
             )
         self.newest = restored.path

@@ -303,12 +303,12 @@ def _check_data_state(data: dict[str, Any]) -> None:
     weights, counts, datasets = data["phases"][-1]["weights"], data["counts"], data["datasets"]
     if not datasets.keys() >= weights.keys() <= counts.keys():
         raise ValueError("data has weights of unknown datasets")
-    numbers = [data.get("next_sample", 0), *(number for pairs in counts.values() for each in pairs for number in each)]
+    numbers = [data.get("next_sample", 0), *(number for pairs in counts.values() for pair in pairs for number in pair)]
     numbers += [fingerprint.get("tokens", 0) for fingerprint in datasets.values()]
     for phase in data["phases"]:
         numbers += [phase[name] for name in ("first_step", "first_sample", "global_batch_size", "seq_length")]
         numbers += phase["weights"].values()
-    wrong = [each for each in numbers if type(each) is not int or not 0 <= each <= LARGEST_COUNT]
+    wrong = [number for number in numbers if type(number) is not int or not 0 <= number <= LARGEST_COUNT]
     if wrong:
         raise TypeError(f"data has {shown(wrong[0])} in place of a count")
 

@@ -219,10 +219,10 @@ def _plan_reads(
 ) -> list[ReadItem]:
     """Return the reads for this process's part of a tensor; raise a CheckpointError if the chunks do not fit it."""
     chunks, shape = stored.chunks.get(name, []), stored.shape(name)
-    dtypes = {each.dtype for each in chunks}
+    dtypes = {chunk.dtype for chunk in chunks}
     if converts and tensor.is_floating_point() and all(dtype.is_floating_point for dtype in dtypes):
         dtypes = {tensor.dtype}
-    count, wanted_shape = sum(each.chunk.count for each in chunks), tuple(tensor.shape)
+    count, wanted_shape = sum(chunk.chunk.count for chunk in chunks), tuple(tensor.shape)
     is_fitting = shape[1:] == wanted_shape[1:] if is_resized else shape == wanted_shape
     if dtypes != {tensor.dtype} or not is_fitting or count != prod(shape):
         raise CheckpointError(
@@ -231,13 +231,13 @@ def _plan_reads(
             path=stored.folder,
         )
     wanted, reads = local_chunk(tensor), []
-    for each in chunks:
-        part = wanted.overlap(each.chunk)
+    for chunk in chunks:
+        part = wanted.overlap(chunk.chunk)
         if part is not None:
             target = local_tensor(tensor)
             for dim, (begin, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
                 target = target.narrow(dim, begin - wanted.offsets[dim], size)
-            reads.append(ReadItem(each, part, target))
+            reads.append(ReadItem(chunk, part, target))
     return reads
 
 

@@ -320,7 +320,9 @@ def make_run_path(pattern: str | None, now: datetime | None = None) -> str | Non
 
 def newest_run_path(pattern: str) -> str:
     """Return the newest folder of a {timestamp} pattern that has begun, whatever its settings; else the path itself."""
-    folders = [each for each in folders_of(pattern) if is_file(each / RUN_CONFIG_FILE)] if TIMESTAMP in pattern else []
+    folders = (
+        [folder for folder in folders_of(pattern) if is_file(folder / RUN_CONFIG_FILE)] if TIMESTAMP in pattern else []
+    )
     return str(folders[0]) if folders else pattern
 
 

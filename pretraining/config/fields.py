@@ -164,7 +164,7 @@ def build(root: type[T], values: Mapping[str, Any]) -> T:
     """Build a root from values by setting name, which include every required setting; the rest keep their defaults."""
     settings = settings_of(root)
     arguments: dict[str, Any] = {name: value for name, value in values.items() if not settings[name].section}
-    defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(root)}  # type: ignore[arg-type]
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(root)}  # type: ignore[arg-type]
     for section in sections_of(root):
         chosen = {name: value for name, value in values.items() if settings[name].section == section}
         arguments[section] = dataclasses.replace(defaults[section], **chosen)

@@ -69,7 +69,7 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
 def _settings_about(word: str, settings: Iterable[Setting]) -> list[Setting]:
     """Return the settings with a word in their names or texts, those with it in the name first."""
     text = word.replace("_", " ")
-    found = [each for each in settings if word in each.name or text in each.help.lower().replace("-", " ")]
+    found = [setting for setting in settings if word in setting.name or text in setting.help.lower().replace("-", " ")]
     return sorted(found, key=lambda each: word not in each.name)
 
 

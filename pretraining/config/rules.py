@@ -219,7 +219,7 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[Problem
     """
     own: Rules = getattr(config, "RULES", Rules())
     rules = [TRAINING, COMPLETED, own] if isinstance(config, TrainConfig) else [own]
-    problems = [problem for each in rules for problem in each.problems(config)]
+    problems = [problem for rule in rules for problem in rule.problems(config)]
     return [problem for problem in dict.fromkeys(problems) if set(unreadable).isdisjoint(problem.names)]
 
 

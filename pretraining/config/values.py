@@ -187,7 +187,9 @@ def did_you_mean(name: str, known: Iterable[str], question: str) -> str:
     Initials also match: lr, wd, bs.
     """
     candidates = list(known)
-    initials = [each for each in candidates if "".join(word[:1] for word in each.split("_")) == name.lower()]
+    initials = [
+        candidate for candidate in candidates if "".join(word[:1] for word in candidate.split("_")) == name.lower()
+    ]
     close = difflib.get_close_matches(name.lower(), candidates, n=1) + initials
     return question.format(close[0]) if close else ""
 

@@ -114,7 +114,7 @@ def has_rotation(no_rope_interval: int, layer: int) -> bool:
     return no_rope_interval == 0 or (layer + 1) % no_rope_interval > 0
 
 
-NEUTRAL = {each.name: each.default for each in fields(LlamaShape) if each.default is not MISSING}
+NEUTRAL = {field.name: field.default for field in fields(LlamaShape) if field.default is not MISSING}
 """Values of the switches in a plain Llama, and in checkpoints of versions that did not have the switch."""
 SWITCHES = tuple(name for name in NEUTRAL if name not in ("rms_norm_eps", "tie_word_embeddings", "rope_scaling"))
 """Fields that a plain Llama does not have."""
@@ -450,7 +450,7 @@ _SCALING_FORMS = (
 
 def _scaling_problems(scaling: RopeScaling) -> Iterator[str]:
     """Yield the problems of an untrusted scaling."""
-    values = {each.name: getattr(scaling, each.name) for each in fields(scaling)}
+    values = {field.name: getattr(scaling, field.name) for field in fields(scaling)}
     kind, is_truncated = values.pop("rope_type"), values.pop("truncate")
     if kind not in SCALING_FIELDS or type(is_truncated) is not bool:
         yield f"rope_type={shown(kind)} is none of {', '.join(SCALING_FIELDS)}"

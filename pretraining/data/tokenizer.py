@@ -151,7 +151,7 @@ class Tokenizer:
 
     def _merges(self) -> list[tuple[str, ...]]:
         merges = json.loads(self.definition)["model"].get("merges") or []
-        return [tuple(each.split(" ") if isinstance(each, str) else each) for each in merges]
+        return [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
 
     @functools.cached_property
     def _sample(self) -> str:
@@ -339,7 +339,7 @@ def _read_files(folder: Location) -> dict[str, bytes]:
     templates, names = folder / _TEMPLATE_FOLDER, [TOKENIZER_CONFIG_FILE, *_KEPT_FILES]
     if is_folder(templates):
         check_inside(folder, _TEMPLATE_FOLDER, DataError)
-        found = sorted(each.name for each in entries_of(templates) if each.name.endswith(".jinja"))
+        found = sorted(entry.name for entry in entries_of(templates) if entry.name.endswith(".jinja"))
         if len(found) > _MOST_TEMPLATES:
             raise DataError(f"has more than {_MOST_TEMPLATES} chat templates: remove some", path=templates)
         names += [f"{_TEMPLATE_FOLDER}/{name}" for name in found]

@@ -133,7 +133,7 @@ def _local_parameters(shape: LlamaShape, shard_size: int) -> tuple[int, int, int
 
     block, norm = block_costs(shape), local(shape.hidden_size)
     vocabulary = (1 if shape.tie_word_embeddings else 2) * local(shape.vocab_size, shape.hidden_size)
-    return sum(local(*each) for each in block.matrices), sum(map(local, block.vectors)), vocabulary + norm
+    return sum(local(*matrix) for matrix in block.matrices), sum(map(local, block.vectors)), vocabulary + norm
 
 
 def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str) -> int:

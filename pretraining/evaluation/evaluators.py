@@ -76,7 +76,11 @@ class Evaluators:
 
     def best_by(self, name: str) -> BestBy | None:
         """Return the choice of a number; None if no evaluator says on which side its numbers are better."""
-        sides = {each.larger_is_better for each in self.evaluators.values() if hasattr(each, "larger_is_better")}
+        sides = {
+            evaluator.larger_is_better
+            for evaluator in self.evaluators.values()
+            if hasattr(evaluator, "larger_is_better")
+        }
         if len(sides) != 1:
             return None
         return BestBy(name, bool(*sides), ",".join(self.evaluators), VALUES + name)

@@ -98,7 +98,7 @@ def kernel_inputs(rows: SharedRows) -> KernelInputs:
     queries, keys = zip(*rows.pieces, strict=True)
     lengths = ([place.stop - place.start for place in places] for places in (queries, keys))
     copied = torch.cat([torch.arange(place.start, place.stop) for place in keys])
-    return KernelInputs(copied, *(document_bounds(tuple(each)) for each in lengths))
+    return KernelInputs(copied, *(document_bounds(tuple(length)) for length in lengths))
 
 
 def shifted_mask(longest: int, x: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class Collector:
         columns, pairs = list(self.metrics.label_columns), self.metrics.pairs
         is_same = state.get("score_columns", list(LABEL_COLUMNS)) == columns
         scores = state.get("scores", {}) if is_same else {}
-        custom = [each for name in pairs for each in _numbers(state.get("custom", {}).get(name), 2)]
+        custom = [number for name in pairs for number in _numbers(state.get("custom", {}).get(name), 2)]
         rows = [_numbers(scores.get(name), len(columns)) for name in self._datasets]
         return [[*row, *(custom if index == 0 else [0.0] * len(custom))] for index, row in enumerate(rows)]
 
@@ -180,7 +180,7 @@ def sum_over_ranks(sums: Mapping[str, Tensor], same: Mapping[str, Tensor] = Mapp
     dist.all_reduce(summed)
     numbers = torch.cat((summed, *(each.double().flatten() for each in same.values()))).cpu()
     tensors = {**sums, **same}
-    parts = numbers.split([each.numel() for each in tensors.values()])
+    parts = numbers.split([tensor.numel() for tensor in tensors.values()])
     return {name: part.view(each.shape).tolist() for (name, each), part in zip(tensors.items(), parts, strict=True)}
 
 

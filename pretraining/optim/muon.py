@@ -172,7 +172,7 @@ def _exchange(
     if group is None:
         return [list(pieces) for pieces in send]
     sent = [sum(piece.numel() for piece in pieces) for pieces in send]
-    expected = [sum(map(math.prod, each)) for each in sizes]
+    expected = [sum(map(math.prod, size)) for size in sizes]
     outbox = torch.cat([like.new_empty(0), *(piece.flatten() for pieces in send for piece in pieces)])
     inbox = like.new_empty(sum(expected))
     wait_for(dist.all_to_all_single(inbox, outbox, expected, sent, group=group, async_op=True))

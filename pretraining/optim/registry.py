@@ -104,7 +104,7 @@ def user_defined_arguments(config: OptimizerConfig) -> dict[str, Any]:
     make = load_plugin("optimizer", config.optimizer)
     with plugin_errors("optimizer", config.optimizer):
         signature = inspect.signature(make).parameters
-    given = [each.name for each in fields(config) if getattr(config, each.name) != each.default]
+    given = [field.name for field in fields(config) if getattr(config, field.name) != field.default]
     given = [name for name in given if name not in _NOT_ARGUMENTS]
     arguments = {"lr": config.peak_learning_rate}
     arguments |= {name: getattr(config, name) for name in given if name in signature}
@@ -236,7 +236,7 @@ def _check_resume(
 
 def _snapshot(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Any]:
     """Return the bits of parameters and their state, and the values of the groups."""
-    states = [value for each in parameters for value in state_tensors(optimizer, each).values()]
+    states = [value for parameter in parameters for value in state_tensors(optimizer, parameter).values()]
     bits = [each.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for each in (*parameters, *states)]
     values = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
     return [*bits, *(value.tolist() if isinstance(value, torch.Tensor) else value for value in values)]

@@ -62,7 +62,11 @@ def average(config: AverageConfig) -> None:
         CheckpointError: too few, damaged or unlike checkpoints, or an output folder that cannot be written.
     """
     output = Path(config.output_path)
-    inside = [each for each in output.absolute().parents if is_file(each / RUN_CONFIG_FILE) or each.name == CHECKPOINTS]
+    inside = [
+        parent
+        for parent in output.absolute().parents
+        if is_file(parent / RUN_CONFIG_FILE) or parent.name == CHECKPOINTS
+    ]
     if inside:
         raise CheckpointError(f"is inside the run {run_of(inside[-1])}: give another --output_path", path=output)
     with ExitStack() as stack:
@@ -202,7 +206,7 @@ def _described(sources: Sequence[CheckpointRef], weights: Sequence[float]) -> li
 
 def _facts_of_data(sources: Sequence[CheckpointRef]) -> dict[str, dict[str, Any]]:
     """Return what an evaluation must know of the runs; raise a CheckpointError if it is not the same for all."""
-    facts = [_facts_of(each.manifest) for each in sources]
+    facts = [_facts_of(source.manifest) for source in sources]
     for each, found in zip(sources, facts, strict=True):
         if found != facts[0]:
             raise CheckpointError(

@@ -286,7 +286,7 @@ def _model_card(
         f"\n# {_escape(name)}\n",
         *(f"- {key.replace('_', ' ')}: {_escape(str(value))}" for key, value in facts.items()),
         f"\n```python\nfrom transformers import {', '.join(classes)}\n",
-        *(f"{each}.from_pretrained({name!r})" for each in classes),
+        *(f"{loader}.from_pretrained({name!r})" for loader in classes),
         "```",
     ]
     return "\n".join(lines) + "\n"

@@ -119,7 +119,7 @@ def _find_named(run: str | None, request: str, *, is_required: bool) -> str | No
     folder = None if run is None else run_of(Path(newest_run_path(run)))
     found = None if folder is None else named_checkpoint(folder, request)
     if found is None and folder is not None and is_required:
-        names = ", ".join(each.path.name for each in checkpoints_of_run(folder)) or "none"
+        names = ", ".join(checkpoint.path.name for checkpoint in checkpoints_of_run(folder)) or "none"
         raise CheckpointError(
             f"--resume_from_checkpoint={request} is no checkpoint of the run in {folder}, which holds {names}"
         )
@@ -148,7 +148,10 @@ def inspect(config: InspectConfig, state: Mapping[str, Any] | None = None, resto
         lines = [json.dumps({"first_step": first, "last_step": last, **asdict(summary)}) for summary in summaries]
     else:
         samples, tokens = (sum(getattr(summary, name) for summary in summaries) for name in ("samples", "tokens"))
-        table = [("dataset", "asked", "realised", "samples", "tokens", "passes"), *(each.cells for each in summaries)]
+        table = [
+            ("dataset", "asked", "realised", "samples", "tokens", "passes"),
+            *(summary.cells for summary in summaries),
+        ]
         head = f"steps {first:,} to {last:,}: {count_of(samples, 'sample')}, {tokens:,} tokens"
         lines = [head, *format_table(table, right=range(1, 6))]
     print_text("\n".join(lines))

@@ -244,7 +244,7 @@ def _count_reads(data: DataConfig, tokens: int | None) -> tuple[dict[str, int], 
     from pretraining.tools.prepare.records import read_summary
 
     root, sizes = location(data.data_path), dict[str, float]()
-    for name in data.datasets or [each.name for each in prepared_folders(root)]:
+    for name in data.datasets or [folder.name for folder in prepared_folders(root)]:
         with suppress(FileNotFoundError, NotADirectoryError):
             summary = read_summary(root / name)
             # The end of text is a token of each document.

@@ -161,7 +161,7 @@ def _table(rows: Iterable[Sequence[object]]) -> str:
     head, *body = rows
     cells = ["".join(f"<th>{escape(str(cell))}</th>" for cell in head)]
     cells += ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in body]
-    rows_of = "".join(f"<tr>{each}</tr>" for each in cells)
+    rows_of = "".join(f"<tr>{cell}</tr>" for cell in cells)
     return f'<div class="scroll"><table>{rows_of}</table></div>' if body else ""
 
 
@@ -333,7 +333,7 @@ def _summary(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
     for run in runs:
         training, evaluations = run.training, run.evaluations
         times = [seconds_of(event.get("time")) for event in run.events] + [*training["time"], *evaluations["time"]]
-        known = [each for each in times if math.isfinite(each)]
+        known = [time for time in times if math.isfinite(time)]
         yield (
             run.name,
             f"{run.state}: {run.reason}" if run.reason else run.state,

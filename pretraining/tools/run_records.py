@@ -139,7 +139,7 @@ def runs_of_sweep(folder: Path) -> list[Path]:
     """Return the runs in the folder of a sweep by name; none if it is none."""
     if not exists(folder / SWEEP_FILE):
         return []
-    return sorted(each for each in entries_of(folder) if is_folder(each) and _is_run(each))
+    return sorted(entry for entry in entries_of(folder) if is_folder(entry) and _is_run(entry))
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecord]:

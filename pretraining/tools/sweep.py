@@ -88,12 +88,12 @@ def sweep(given: Sequence[Assignment]) -> None:
     """
     settings, combinations = read_sweep(given)
     folder = Path(settings.sweep_path)
-    for each in combinations:
-        before = read_object(folder / each.name / ARGUMENTS_FILE).get("arguments")
-        if isinstance(before, list) and (differ := sorted(set(map(str, before)) ^ set(each.arguments))):
+    for combination in combinations:
+        before = read_object(folder / combination.name / ARGUMENTS_FILE).get("arguments")
+        if isinstance(before, list) and (differ := sorted(set(map(str, before)) ^ set(combination.arguments))):
             raise ConfigError(
-                f"{folder / each.name} is a run with other settings ({', '.join(differ)}): set another --sweep_path or "
-                "delete the folder"
+                f"{folder / combination.name} is a run with other settings ({', '.join(differ)}): set another "
+                "--sweep_path or delete the folder"
             )
     ignore_output_errors()
     refused: list[str] = []
@@ -107,7 +107,7 @@ def sweep(given: Sequence[Assignment]) -> None:
                 _write_csv(combinations, folder)
     if settings.only is None:
         _write_csv(combinations, folder)
-        for line in summary([row_of(each, folder) for each in combinations]):
+        for line in summary([row_of(combination, folder) for combination in combinations]):
             print_text(line)
     if refused:
         raise CheckpointError(
@@ -254,7 +254,7 @@ def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
 
 
 def _write_csv(combinations: Sequence[Combination], folder: Path) -> None:
-    rows = [row_of(each, folder) for each in combinations]
+    rows = [row_of(combination, folder) for combination in combinations]
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
     writer.writeheader()

@@ -88,7 +88,7 @@ def _count_reads(plan: Plan) -> tuple[dict[str, int], dict[str, float]]:
         return {}, {}
     counts = plan.loader.reader.mixture.counts_before_step(plan.state.total_steps)
     tokens = {name: sum(length * samples for length, samples in pairs) for name, pairs in counts.items()}
-    sizes = {each.files.name: each.pass_tokens("train") for each in plan.data.datasets}
+    sizes = {dataset.files.name: dataset.pass_tokens("train") for dataset in plan.data.datasets}
     return tokens, {name: count / sizes[name] for name, count in tokens.items() if name in sizes}
 
 

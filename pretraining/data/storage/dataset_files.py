@@ -280,8 +280,8 @@ def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ..
     if is_file(folder):
         beside = [folder.with_suffix(suffix) for suffix in companions]
         paths = [folder, *beside] if folder.name.endswith(suffixes) else []
-        for each in filter(is_file, paths):
-            found.files[each.name] = _size_and_time(each)
+        for path in filter(is_file, paths):
+            found.files[path.name] = _size_and_time(path)
         return found
     if isinstance(folder, StorePath):
         return _scan_store(folder, kept)

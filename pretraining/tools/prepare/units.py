@@ -176,7 +176,7 @@ def warn_of_masks(found: Input) -> None:
     """Log a warning if a column beside token ids masks some of them, in the first rows of a few tables."""
     column = found.settings["text_field"]
     sources = dict.fromkeys(part.source for part in found.parts)
-    tables = [each for each in sources if isinstance(each, HubSplit) or each.format in (PARQUET, ARROW)]
+    tables = [source for source in sources if isinstance(source, HubSplit) or source.format in (PARQUET, ARROW)]
     for table in tables[:_MOST_LOOKED_AT]:
         rows = first_rows_of(table) if isinstance(table, HubSplit) else first_rows(table, {column, *MASKS})
         masks = None if rows is None else describe_masks([rows], column)
