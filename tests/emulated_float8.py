@@ -9,7 +9,7 @@ import pytest
 
 from pretraining.distributed import parallelize
 from pretraining.distributed.float8 import multiply_in_float8
-from pretraining.train import plan
+from pretraining.train import opening
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="needs torchao: pip install 'pretraining[float8]'"
@@ -18,5 +18,5 @@ needs_torchao = pytest.mark.skipif(
 
 def emulate_float8(patch: pytest.MonkeyPatch) -> None:
     """Has runs emulate the float8 that they are told to compute in."""
-    patch.setattr(plan, "check_float8", lambda scaling, device: None)
+    patch.setattr(opening, "check_float8", lambda scaling, device: None)
     patch.setattr(parallelize, "multiply_in_float8", partial(multiply_in_float8, emulate=True))

@@ -18,7 +18,7 @@ from torch.library import _scoped_library
 from pretraining.model import llama
 from pretraining.model.kernels import document_bounds
 from pretraining.model.shared_rows import PartialRows, attend_to_prefix, kernel_inputs, shifted_mask
-from pretraining.train import plan
+from pretraining.train import opening
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def emulated_varlen() -> Iterator[list[str]]:
     with _scoped_library("aten", "IMPL") as library, pytest.MonkeyPatch.context() as patch:
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
-        patch.setattr(plan, "has_kernel_for_documents", lambda *_: True)
+        patch.setattr(opening, "has_kernel_for_documents", lambda *_: True)
         patch.setattr(
             llama, "locate_documents", lambda lengths, *_: None if lengths is None else document_bounds(lengths)
         )

@@ -45,7 +45,7 @@ from pretraining.distributed.grad_norm import local_part
 from pretraining.errors import DataError
 from pretraining.launch.program import run_as_program
 from pretraining.observability import stragglers
-from pretraining.train import loop, preemption, run
+from pretraining.train import loop, opening, preemption, run
 from pretraining.train.step import StepContext
 
 RANK = os.environ["RANK"]
@@ -168,7 +168,7 @@ def in_fetch(number: int, what: str) -> Context:
 
 def in_setup(what: str) -> Context:
     """While the run is put together."""
-    return before(run, "open_data", lambda *_: act(what))
+    return before(opening, "open_data", lambda *_: act(what))
 
 
 @contextmanager
