@@ -32,7 +32,7 @@ from pretraining.files import with_checksum
 from pretraining.optim.horizon import ANNEALING_FROM
 from pretraining.progress import PENDING_EVALUATION, PENDING_TASKS
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 2
 
 # Names on disk and of tensors: changing one makes a new format.
 OPTIMIZER_PREFIX = "optimizer."
