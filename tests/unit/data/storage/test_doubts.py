@@ -16,7 +16,7 @@ from unit.data.token_files import opened, random_documents, write_documents, wri
 from pretraining.cli import main
 from pretraining.config.training import DataConfig
 from pretraining.data.dataset import warn_about_datasets
-from pretraining.data.storage.doubts import ROWS_AT_ONCE, describe_masks
+from pretraining.data.storage.doubts import describe_masks
 from pretraining.data.storage.token_format import likely_dtype
 
 SEP = 7
@@ -188,20 +188,6 @@ def test_types_that_libraries_write_are_read() -> None:
         assert "16.7%" in (describe_masks([batch.slice(1, 1), batch.slice(2)], "tokens") or ""), kind
     with_null = pa.record_batch({"tokens": [*ids, None], "attention_mask": [*masks, None]})
     assert "22.9%" in (describe_masks([with_null], "tokens") or "")
-
-
-def test_verify_looks_at_all_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    whole = [padded(12)] * (ROWS_AT_ONCE + 5)
-    rows = [*whole, padded(4)]
-    write(tmp_path / "web/a.arrow", {"input_ids": [ids for ids, _ in whole], "attention_mask": [m for _, m in whole]})
-    write(tmp_path / "web/b.arrow", {"input_ids": [ids for ids, _ in rows], "attention_mask": [m for _, m in rows]})
-    assert "masks" not in said(tmp_path, caplog)
-    main(["verify", f"data_path={tmp_path}", "col_name=input_ids"])
-    assert "b.arrow: its column" in caplog.text
-    assert "(1 of 2 files)" in caplog.text
-    caplog.clear()
-    main(["verify", f"data_path={tmp_path}", "col_name=input_ids", f"strip_tokens={PAD}"])
-    assert "its column" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "hub"])
