@@ -382,11 +382,11 @@ def wait_for_company() -> None:
 
 
 def time_limit_is_near() -> Context:
-    """A clock that ticks when it is looked at: twice before training."""
+    """A clock that ticks when it is looked at: three times before training."""
     make = preemption.make_stop_requests
 
     def counting(*arguments: Any) -> preemption.StopRequests:
-        return replace(make(*arguments), deadline=3, clock=count().__next__)
+        return replace(make(*arguments), deadline=4, clock=count().__next__)
 
     return patch.object(preemption, "make_stop_requests", counting)
 
@@ -403,7 +403,7 @@ def fail_alone(of: str) -> Context:
         error.rank = int(of)
         raise error
 
-    return before(run, "train_with_rollbacks", fail)
+    return before(run, "build_run", fail)
 
 
 def note_batches(folder: str) -> Context:

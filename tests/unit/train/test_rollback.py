@@ -106,8 +106,9 @@ def test_a_kill_within_a_rollback_loses_nothing_although_the_count_was_saved_at_
 ) -> None:
     assert numbers(not_killed, 2) == numbers(not_killed, 6) == [(1, 0), (2, 2)]
 
-    def kill(*_: object, **__: object) -> None:
-        raise KilledError
+    def kill(*arguments: object, **__: object) -> None:
+        if stage != "before training continues" or any(getattr(each, "rollback", None) for each in arguments):
+            raise KilledError
 
     with monkeypatch.context() as patch:
         diverging_after(2, patch)

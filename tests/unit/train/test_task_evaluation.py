@@ -245,13 +245,12 @@ def test_a_run_that_stops_early_is_evaluated_on_tasks_at_its_end(root: Path, tmp
 def test_a_set_named_like_a_metric_decides_in_its_place() -> None:
     plan: Any = SimpleNamespace(
         config=SimpleNamespace(evaluation=SimpleNamespace(best_by="a/acc")),
-        sources=[SimpleNamespace(sets=("a/acc",))],
-        tasks=Mock(),
-        evaluators=None,
+        evaluation=SimpleNamespace(sources=[SimpleNamespace(sets=("a/acc",))]),
+        opened=SimpleNamespace(tasks=Mock(), evaluators=None),
     )
     assert Plan.best_task.fget(plan) is None  # type: ignore[attr-defined]
-    plan.sources.clear()
-    assert Plan.best_task.fget(plan) == plan.tasks.best_by("a/acc")  # type: ignore[attr-defined]
+    plan.evaluation.sources.clear()
+    assert Plan.best_task.fget(plan) == plan.opened.tasks.best_by("a/acc")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
