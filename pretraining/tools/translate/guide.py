@@ -14,7 +14,7 @@ from pretraining.files import exists, is_file
 from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.translate import deepspeed, rows
 from pretraining.tools.translate.engine import Given, System, Translation
-from pretraining.tools.translate.files import read_settings
+from pretraining.tools.translate.foreign_files import read_settings
 from pretraining.tools.translate.rows import Row, renamed
 
 _SIZES = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"}

@@ -22,7 +22,7 @@ from pretraining.files import exists
 from pretraining.tools.command_settings import TranslateConfig
 from pretraining.tools.translate import composed, deepspeed, guide, nanogpt, stub
 from pretraining.tools.translate.engine import ACCEPT_LLAMA, ACCEPT_UNKNOWN, Given, System, Translation
-from pretraining.tools.translate.files import compose, read_settings, text_of
+from pretraining.tools.translate.foreign_files import compose, read_settings, text_of
 
 log = logging.getLogger(__name__)
 

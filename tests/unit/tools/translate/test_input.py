@@ -19,7 +19,7 @@ from pretraining.config.fields import values_of
 from pretraining.errors import ConfigError
 from pretraining.tools.command_settings import TranslateConfig
 from pretraining.tools.translate.command import translate_file
-from pretraining.tools.translate.files import read_settings
+from pretraining.tools.translate.foreign_files import read_settings
 from pretraining.tools.translate.systems import SYSTEMS, translate_all
 
 DUMMY = {"use_dummy_dataset": "true"}
