@@ -167,7 +167,8 @@ def train_with_rollbacks(given: TrainConfig, job: Job) -> Run:
     """
     damaged, rollback, opened = dict[str, str](), None, None
     while True:
-        _free_memory()  # of the run that was damaged or has diverged
+        if opened is not None:
+            _free_memory()  # of the run that was damaged, outdated or has diverged
         config, start = find_and_complete(given, partial(_find_start, given, damaged, rollback))
         opened = open_run(config, start, job, opened)
         with explain_out_of_memory(config, opened.dims, job.processes):
