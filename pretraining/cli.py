@@ -146,7 +146,7 @@ def train_command(words: Sequence[Assignment]) -> None:
         if config.evaluation.eval_only:
             evaluate_and_print(config, layout, requests)
         elif config.run.dry_run:
-            dry_run(given, layout, requests, threads)
+            dry_run(given, layout, requests)
         else:
             train(config, layout, requests, threads)
 

@@ -10,7 +10,6 @@ Missing indices of the data are built in a temporary folder.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 import textwrap
@@ -19,16 +18,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
+from pretraining.checkpoint.copies import read_copies
 from pretraining.checkpoint.lease import must_wait_for_lease
+from pretraining.checkpoint.own_checkpoints import NO_COPIES
 from pretraining.checkpoint.run_folder import FROM_DATA, STATUS_FILE, find_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.assignments import Assignment
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.read import Given
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.values import format_value
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
-from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
 from pretraining.observability.trackers import check_trackers
@@ -42,19 +42,12 @@ from pretraining.train.plan import Plan, plan_run
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import RunStatus, count_start, read_status
 
-log = logging.getLogger(__name__)
-
 SLOTS_SHOWN = 16
 """Slots of the next step that are listed."""
 _LINE = 118
 
 
-def dry_run(
-    given: Given[TrainConfig],
-    layout: ProcessLayout,
-    stop_requests: StopRequests | None = None,
-    threads: CpuThreads | None = None,
-) -> None:
+def dry_run(given: Given[TrainConfig], layout: ProcessLayout, stop_requests: StopRequests | None = None) -> None:
     """Print what `train` would do with the same arguments; every process of a job calls this.
 
     Raises:
@@ -69,19 +62,23 @@ def dry_run(
         path = on_rank_zero(lambda: find_run_folder(given.config))
         checkpoint = replace(given.config.checkpoint, ckpt_save_path=path)
         in_folder = replace(given.config, checkpoint=checkpoint)
-        config, start = find_and_complete(in_folder, lambda: find_start(checkpoint))
-        if start is None and config.checkpoint.ckpt_mirror_path is not None:
-            log.warning("a dry run does not read --ckpt_mirror_path: a start resumes from a checkpoint there")
+        config, start = find_and_complete(in_folder, lambda: _find_start(checkpoint))
         if processes.is_main:
             _print(describe_settings(config, given, start))
         if config.checkpoint.ckpt_save_path is not None:
             on_rank_zero(lambda: _check_folder(config, start))
-        opened = open_run(config, start, Job(processes, requests, threads=threads), index_folder=folder)
-        plan = on_every_rank(lambda: plan_run(config, start, opened))
+        opened = open_run(config, start, Job(processes, requests), index_folder=folder)
+        plan = on_every_rank(lambda: plan_run(start, opened))
         on_rank_zero(lambda: check_trackers(config))
         log_plan(plan)
         on_every_rank(requests.raise_if_signalled)
         on_every_rank(lambda: _print(_describe_next_step(plan)) if processes.is_main else None)
+
+
+def _find_start(config: CheckpointConfig) -> CheckpointRef | None:
+    """Find the start point, here or in the mirror, as a start does."""
+    copies = NO_COPIES if config.ckpt_mirror_path is None else read_copies(config.ckpt_mirror_path)
+    return find_start(config, copies=copies)
 
 
 def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> None:

@@ -16,13 +16,7 @@ from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.recipe_files import RUN_CONFIG_FILE
 from pretraining.config.training import OptimizerConfig, TrainConfig
 from pretraining.config.values import format_value
-from pretraining.config.variants import (
-    NEUTRAL,
-    SWITCHES,
-    LlamaShape,
-    format_scaling,
-    name_of_model,
-)
+from pretraining.config.variants import NEUTRAL, SWITCHES, LlamaShape, format_scaling, name_of_model
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.estimate.costs import flops_per_token, parameter_count

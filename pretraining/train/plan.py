@@ -67,7 +67,6 @@ class Plan:
         evaluation: evaluation sets, and what checkpoints record of them.
     """
 
-    config: TrainConfig
     opened: Opened
     shape: LlamaShape
     start: CheckpointRef | None
@@ -79,6 +78,11 @@ class Plan:
     loader: Loader
     evaluation: EvaluationPlan
     state: TrainState
+
+    @property
+    def config(self) -> TrainConfig:
+        """Complete settings."""
+        return self.opened.config
 
     @property
     def processes(self) -> Processes:
@@ -130,20 +134,15 @@ class Plan:
         return self.data.training_tokens if self.data is not None else None
 
 
-def plan_run(
-    config: TrainConfig, start: CheckpointRef | None, opened: Opened, rollback: Rollback | None = None
-) -> Plan:
-    """Plan a run from its start point; pure: what is open changes nothing until it is built.
-
-    Args:
-        config: complete settings.
-        start, rollback: as in `Plan`.
+def plan_run(start: CheckpointRef | None, opened: Opened, rollback: Rollback | None = None) -> Plan:
+    """Plan a run from its start point and its complete settings; pure: what is open changes nothing until it is built.
 
     Raises:
         DamagedError: the start point has no readable position in the data.
         PretrainError: the start point or the data do not fit the settings.
     """
-    dims, data, shape = opened.dims, opened.data.training, resolve_shape(config.model)
+    config, dims, data = opened.config, opened.dims, opened.data.training
+    shape = resolve_shape(config.model)
     loads_optimizer = start is not None and _loads_optimizer(start, config)
     restored = None if start is None or start.weights_only else start
     saved = restored.manifest if restored is not None else Manifest()  # before the first step
@@ -164,7 +163,6 @@ def plan_run(
         config.schedule, config.run.num_steps, token_schedule, training_tokens, _annealing_start(config, restored)
     )
     return Plan(
-        config=config,
         opened=opened,
         shape=shape,
         start=start,

@@ -41,11 +41,7 @@ from pretraining.checkpoint.run_folder import find_run_folder, make_run_path
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import TrainConfig
 from pretraining.data.sampling.mixture import Range
-from pretraining.distributed.processes import (
-    Processes,
-    on_every_rank,
-    on_rank_zero,
-)
+from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import DamagedError, DivergenceError, Interrupted, OutdatedError, Preempted
 from pretraining.evaluation.evaluators import UserEvaluator
 from pretraining.launch.cpu_threads import CpuThreads
@@ -173,7 +169,7 @@ def train_with_rollbacks(given: TrainConfig, job: Job) -> Run:
         opened = open_run(config, start, job, opened)
         with explain_out_of_memory(config, opened.dims, job.processes):
             try:
-                plan = on_every_rank(partial(plan_run, config, start, opened, rollback))
+                plan = on_every_rank(partial(plan_run, start, opened, rollback))
                 run = build_run(plan, job)
             except OutdatedError as error:
                 log.info("%s", error)

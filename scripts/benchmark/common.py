@@ -151,7 +151,7 @@ def join() -> Iterator[Processes]:
 def start_run(config: TrainConfig, processes: Processes) -> Run:
     """Build a run that resumes from the newest checkpoint of its folder, if it has one."""
     job, start = Job(processes), on_rank_zero(lambda: find_start(config.checkpoint))
-    return build_run(plan_run(config, start, open_run(config, start, job)), job)
+    return build_run(plan_run(start, open_run(config, start, job)), job)
 
 
 def train_project(config: TrainConfig, before_step: Callable[[float | None], None]) -> None:

@@ -52,7 +52,7 @@ def test_a_plan_changes_nothing_so_the_same_start_has_the_same_plan(
     config = complete(given, found)
     opened = open_run(config, found, job)
     before = surroundings(tmp_path, opened)
-    first, second = (decisions(plan_run(config, found, opened)) for _ in range(2))
+    first, second = (decisions(plan_run(found, opened)) for _ in range(2))
     assert first == second
     assert surroundings(tmp_path, opened) == before
 
