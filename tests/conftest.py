@@ -27,6 +27,12 @@ settings.load_profile("repeatable")
 # Before any test imports torch: tests are small, and threads of several processes only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Commands under nohup or in the background ignore these signals, and so would all processes that tests start. Processes
+# do not inherit a handler.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:

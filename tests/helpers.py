@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -61,11 +60,6 @@ def plain_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     environment.update(changes or {})
     return environment
-
-
-def heed_interrupts() -> None:
-    """For `Popen(preexec_fn=…)`: what was started in the background ignores SIGINT, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_command(

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE_SECONDS, ROOT, free_ports, heed_interrupts, plain_environment, run_command
+from helpers import PATIENCE_SECONDS, ROOT, free_ports, plain_environment, run_command
 from stand_in import StandIn
 from tiers import first_quick
 
@@ -37,7 +37,7 @@ def start_waiting(stand_in: StandIn, processes: int) -> subprocess.Popen[str]:
     """Starts processes that wait for a signal; returns once they do."""
     command = ["bash", str(stand_in.root / "scripts" / "train.sh"), CHOICE, "--wait"]
     environment, pipe = plain_environment(stand_in.variables(NPROC=str(processes))), subprocess.PIPE
-    script = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_interrupts)
+    script = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
     assert script.stdout is not None
     assert [script.stdout.readline() for _ in range(processes)] == ["ready\n"] * processes
     return script

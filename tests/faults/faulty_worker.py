@@ -432,7 +432,6 @@ def train(faults: list[list[Any]], flags: list[str]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         cli.HEAD_START = 0.2  # the exit of a process ends no other
     jobs = json.loads(sys.argv[1])

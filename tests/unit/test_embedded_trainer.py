@@ -63,16 +63,12 @@ def state_of_the_process() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def same_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check that each test restores the process; use Python's handler of Ctrl-C, also in background jobs."""
-    before_pytest = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Check that each test restores the process."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # from an earlier test that ran a command
-    try:
-        gc.collect()
-        before = state_of_the_process()
-        yield
-        assert state_of_the_process() == before
-    finally:
-        signal.signal(signal.SIGINT, before_pytest)
+    gc.collect()
+    before = state_of_the_process()
+    yield
+    assert state_of_the_process() == before
 
 
 def test_a_run_leaves_no_model_behind_also_where_it_computes_with_copies(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment
+from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 
 from pretraining.launch.signals import EMBEDDED_SIGNALS, PREEMPTION_SIGNALS, ReceivedSignals, exit_at_interrupt
 
@@ -59,7 +59,6 @@ def run_python(program: str, environment: dict[str, str], *arguments: str) -> su
         [sys.executable, "-c", program, *arguments],
         env=plain_environment(environment),
         cwd=ROOT,
-        preexec_fn=heed_interrupts,
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,

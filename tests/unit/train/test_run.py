@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from pretraining.cli import main
 from pretraining.config.read import load_train_config
 from pretraining.config.recipe_files import load_config
 from pretraining.errors import CheckpointError
-from pretraining.files import with_checksum
 from pretraining.launch.terminal import escape_controls
 
 
@@ -282,16 +280,6 @@ def test_annealing_begins_in_the_same_run_and_again_after_a_return(
     )
     anneal(source, "num_steps=14")
     assert rates(source)[11] == pytest.approx(2e-3) and rates(source)[14] == pytest.approx(0.0, abs=1e-12)
-
-
-def test_annealing_of_an_earlier_version_keeps_its_line_from_step_0(tmp_path: Path) -> None:
-    anneal(tmp_path, "run_steps=4")
-    document: dict[str, Any] = manifest_of(tmp_path, 4)
-    del document["state"]["schedule"], document["checksum"]
-    file = tmp_path / "checkpoints" / "step_4_ckp" / "manifest.json"
-    file.write_text(json.dumps(with_checksum(document)))
-    anneal(tmp_path)
-    assert rates(tmp_path) == pytest.approx({step: 2e-3 * (12 - step) / 11 for step in range(1, 13)})
 
 
 def test_a_length_that_ends_before_the_start_point_is_logged_with_what_it_counts_from(
