@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pretraining.best import Measure
 from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, Manifest
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
@@ -27,7 +28,7 @@ from pretraining.durations import TokenSchedule
 from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationRecord, definition_of
 from pretraining.optim.schedules import LearningRate, build_learning_rate
-from pretraining.progress import BestBy, Progress, TrainState
+from pretraining.progress import Progress, TrainState
 from pretraining.train.opening import Opened
 from pretraining.train.plan_evaluation import EvaluationPlan, plan_evaluation
 
@@ -96,7 +97,7 @@ class Plan:
         return self.opened.data.training
 
     @property
-    def best_task(self) -> BestBy | None:
+    def deciding_metric(self) -> Measure | None:
         """Metric of a task or number of an evaluator that decides which checkpoint is best; None = the loss decides."""
         name = self.config.evaluation.best_by
         if name is None or any(name in source.sets for source in self.evaluation.sources):
@@ -105,14 +106,11 @@ class Plan:
         return next((each for each in found if each is not None), None)
 
     @property
-    def best_set(self) -> str | None:
-        """Evaluation set whose loss counts; None = the mean over all sets."""
-        return None if self.best_task is not None else self.config.evaluation.best_by
-
-    @property
-    def best_definition(self) -> str | None:
-        """Definition of the evaluation sets whose loss counts."""
-        return definition_of(self.evaluation.sources, self.best_set)
+    def evaluation_loss(self) -> Measure:
+        """Loss on the evaluation set that `--best_by` names, else the mean over all sets."""
+        name = None if self.deciding_metric is not None else self.config.evaluation.best_by
+        key = "evaluation_loss" if name is None else f"evaluation_loss/{name}"
+        return Measure("loss", key, definition_of(self.evaluation.sources, name))
 
     @property
     def restored(self) -> CheckpointRef | None:

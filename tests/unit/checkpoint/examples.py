@@ -11,7 +11,7 @@ from unit.checkpoint import checkpoint_files
 
 from pretraining.checkpoint.branches import Branch, Branches
 from pretraining.checkpoint.forms import read_document
-from pretraining.checkpoint.manifest import RUN_STATE, FileEntry, Manifest
+from pretraining.checkpoint.manifest import LOSS_STATE, RUN_STATE, FileEntry, Manifest
 from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.run_folder import checkpoint_path
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
@@ -71,8 +71,8 @@ def save(
     folder = checkpoint_path(run, step)
     folder = folder.with_name(folder.name + (".preempt" if kind == "preempt" else ""))
     manifest = manifest_of(step, kind=kind, evaluation_loss=evaluation_loss, skipped=skipped)
-    record = {"id": "a run", "branches": branches, "evaluation_loss": evaluation_loss}
-    manifest = replace(manifest, state={RUN_STATE: record})
+    state = {RUN_STATE: {"id": "a run", "branches": branches}, LOSS_STATE: {"value": evaluation_loss, "step": step}}
+    manifest = replace(manifest, state=state)
     save_checkpoint(folder, plan_save(tensors(float(step))), manifest)
     return folder
 
