@@ -200,18 +200,13 @@ class Manifest:
     @property
     def is_of_finished_run(self) -> bool:
         """Whether the run is done: its last step, and the evaluation of that step."""
-        return self.kind == "final" and not self.has_pending_evaluation
+        return self.kind == "final" and not self.pending
 
     @property
     def pending(self) -> tuple[str, ...]:
         """Keys of the evaluations of these weights that are due and not done, on sets and on tasks."""
         state = self._state_of(EVALUATION_STATE)
         return tuple(key for key in (PENDING_EVALUATION, PENDING_TASKS) if state.get(key))
-
-    @property
-    def has_pending_evaluation(self) -> bool:
-        """Whether an evaluation of these weights is due and not done."""
-        return bool(self.pending)
 
     def check_states(self) -> None:
         """Raise a TypeError or ValueError if a state has another type than its readers expect."""

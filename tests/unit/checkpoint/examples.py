@@ -10,10 +10,9 @@ import torch
 from unit.checkpoint import checkpoint_files
 
 from pretraining.checkpoint.branches import Branch, Branches
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import LOSS_STATE, RUN_STATE, FileEntry, Manifest
 from pretraining.checkpoint.reader import load_tensors
-from pretraining.checkpoint.run_folder import checkpoint_path
+from pretraining.checkpoint.run_folder import checkpoint_path, read_document
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import ModelConfig
 from pretraining.config.variants import resolve_shape

@@ -21,10 +21,9 @@ from unit.checkpoint.examples import load, manifest_of, tensors
 from pretraining.best import Best, Measure
 from pretraining.checkpoint import saver as saver_module
 from pretraining.checkpoint.chunks import Chunk
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.checkpoint.manifest import LOSS_STATE, Manifest, Stateful
-from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints, read_document
 from pretraining.checkpoint.saver import Saver, Staging
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.checkpoint.writer import SavePlan, WriteItem, plan_save

@@ -14,8 +14,8 @@ from training_runs import TINY, assert_same_tensors, checkpoints_of, losses_of, 
 from pretraining.checkpoint import copies
 from pretraining.checkpoint.branches import identity_of
 from pretraining.checkpoint.copies import fetch_copy, read_copies
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, list_copies
+from pretraining.checkpoint.run_folder import read_document
 from pretraining.cli import main
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, ConfigError, DamagedError, OutdatedError

@@ -15,12 +15,11 @@ from unit.checkpoint.checkpoint_files import manifest_of as manifest_of_model
 from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.branches import Branch
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import MANIFEST, RUN_STATE
 from pretraining.checkpoint.own_checkpoints import Copies, list_run, set_aside_others
 from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.restore import load_model
-from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE, Checkpoint, Copy
+from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE, Checkpoint, Copy, read_document
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import CheckpointConfig

@@ -10,7 +10,7 @@ import pytest
 from unit.checkpoint.examples import FIRST, manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import GUARDS_STATE, MANIFEST, RUN_STATE
-from pretraining.checkpoint.retention import apply_retention, best_of
+from pretraining.checkpoint.own_checkpoints import apply_retention, best_of
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 

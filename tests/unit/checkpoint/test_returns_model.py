@@ -18,22 +18,22 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from unit.checkpoint.examples import save
 
-from pretraining.checkpoint.branches import Branches, Point, identity_of, newest, own
-from pretraining.checkpoint.forms import read_if_good
+from pretraining.checkpoint.branches import Branches, age_in_place, identity_of, newest, own
 from pretraining.checkpoint.manifest import BRANCHES, REQUEST, RUN_ID, Manifest
 from pretraining.checkpoint.mirror import Mirror, fetch_start, list_copies
 from pretraining.checkpoint.own_checkpoints import (
     NO_COPIES,
     Copies,
+    apply_retention,
+    best_of,
     branches_of_start,
     list_run,
-    newest_good,
     return_to,
+    saved_by_run,
     set_aside_others,
 )
-from pretraining.checkpoint.retention import apply_retention, best_of, saved_by_run
 from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside
-from pretraining.checkpoint.start_point import CheckpointRef, find_start
+from pretraining.checkpoint.start_point import CheckpointRef, find_start, newest_good
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError
 from pretraining.tools.command_settings import PushConfig
@@ -112,7 +112,7 @@ class TwoMachines:
 
     def take_back(self, machine: str) -> None:
         """Return to what was set aside last."""
-        aside = [path for path in checkpoints_set_aside(self._root / machine) if read_if_good(path)]
+        aside = [path for path in checkpoints_set_aside(self._root / machine) if checkpoint_at(path).kind is not None]
         if aside:
             self.start(machine, request=str(aside[-1]))
 
@@ -159,11 +159,11 @@ class TwoMachines:
 
     def damage(self, place: str, is_manifest: bool) -> None:
         """Cut a file of the newest checkpoint in a place."""
-        folders = [path.parent for path in (self._root / place / "checkpoints").glob("*/manifest.json")]
-        saved = sorted(filter(None, map(_newest_key, folders)), key=lambda keyed: keyed[0])
-        if not saved:
+        saved = [checkpoint_at(path.parent) for path in (self._root / place / "checkpoints").glob("*/manifest.json")]
+        readable = [checkpoint for checkpoint in saved if checkpoint.kind is not None]
+        if not readable:
             return
-        folder = saved[-1][1]
+        folder = max(readable, key=age_in_place).path
         os.truncate(folder / "manifest.json" if is_manifest else next(folder.glob("*.safetensors")), 9)
         self.newest = {}
         self._stop(place if place in MACHINES else self._trains)
@@ -288,18 +288,12 @@ class TwoMachines:
         return not self._is_given_up(identity, by)
 
 
-def _newest_key(folder: Path) -> tuple[tuple[int, int], Path] | None:
-    manifest = read_if_good(folder)
-    point: Point | None = manifest
-    return None if point is None else ((point.branches[-1].number, point.step), folder)
-
-
 def best_is_the_best(run: Path) -> bool:
     """Return whether the link points to the best of the run's own checkpoints."""
     found, _ = newest_good(list_run(run).saved)
     if found is None:
         return True
-    best = best_of(saved_by_run(found.checkpoint, list_run(run).saved))
+    best = best_of(saved_by_run(checkpoint_at(found.path), list_run(run).saved))
     link = run / "checkpoints" / "best"
     return best is None or checkpoint_at(link.resolve()).cost == best.cost
 

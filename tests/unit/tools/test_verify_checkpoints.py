@@ -29,7 +29,6 @@ from unit.checkpoint.checkpoint_files import (
 
 from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.completeness import coverage_fault
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import (
     ITERATION_FILE,
     LOSS_STATE,
@@ -39,6 +38,7 @@ from pretraining.checkpoint.manifest import (
     SCHEDULE_FILE,
 )
 from pretraining.checkpoint.restore import load
+from pretraining.checkpoint.run_folder import read_document
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.config.recipe_files import dump_config

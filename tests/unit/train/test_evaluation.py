@@ -14,8 +14,8 @@ from training_runs import metrics_of, status_of, write_dataset, write_two_datase
 from unit.train import whole_runs
 from unit.train.whole_runs import checkpoint, damage
 
-from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.manifest import Manifest
+from pretraining.checkpoint.run_folder import read_manifest
 from pretraining.cli import main
 from pretraining.errors import CheckpointError, ConfigError, DataError, Preempted, PretrainError
 from pretraining.train.plan import recorded_evaluation

@@ -18,9 +18,8 @@ from unit.train import whole_runs
 from unit.train.whole_runs import checkpoint, equal, error_of
 
 from pretraining import Trainer
-from pretraining.checkpoint.forms import read_manifest
-from pretraining.checkpoint.retention import best_of
-from pretraining.checkpoint.run_folder import committed_checkpoints
+from pretraining.checkpoint.own_checkpoints import best_of
+from pretraining.checkpoint.run_folder import committed_checkpoints, read_manifest
 from pretraining.checkpoint.start_point import find_newest
 from pretraining.cli import main
 from pretraining.config.read import load_train_config
@@ -158,7 +157,7 @@ def test_a_stop_between_sets_and_tasks_leaves_the_tasks_pending_and_each_is_in_t
     assert isinstance(error_of(lambda: start(run, root, *given)), Preempted)
     assert [line["step"] for line in metrics_of(run, "evaluation_loss")] == [2] and task_lines(run) == []
     manifest = find_newest(run).manifest
-    assert manifest.has_pending_evaluation and manifest.state["evaluation"] == {"owed": False, "owed_tasks": True}
+    assert manifest.pending and manifest.state["evaluation"] == {"owed": False, "owed_tasks": True}
     assert isinstance(error_of(lambda: start(run, root, *given)), Preempted)  # killed again, just before them
     undo()
     start(run, root, *given)
