@@ -19,14 +19,7 @@ import torch.distributed as dist
 
 from pretraining.best import Best
 from pretraining.checkpoint.branches import Branches
-from pretraining.checkpoint.manifest import (
-    BRANCHES,
-    REQUEST,
-    RUN_ID,
-    RUN_STATE,
-    Manifest,
-    Stateful,
-)
+from pretraining.checkpoint.manifest import BRANCHES, REQUEST, RUN_ID, RUN_STATE, Manifest, Stateful
 from pretraining.checkpoint.mirror import PREEMPTED_SECONDS, Mirror
 from pretraining.checkpoint.own_checkpoints import return_to, set_aside_others
 from pretraining.checkpoint.run_folder import Checkpoint

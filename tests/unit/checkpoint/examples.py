@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from unit.checkpoint import checkpoint_files
 
 from pretraining.checkpoint.branches import Branch, Branches
 from pretraining.checkpoint.manifest import LOSS_STATE, RUN_STATE, FileEntry, Manifest
@@ -36,18 +35,16 @@ def manifest_of(
         "counts": {"a": [[8, 12]]},
         "skipped": [list(each) for each in skipped],
     }
-    losses = {"loss": None, "evaluation_loss": evaluation_loss, "best_evaluation_loss": None}
-    world = {"processes": 1, "sharding_strategy": "fsdp"}
-    changes = {
-        "tokens_seen": step * 10,
-        "kind": kind,
-        "data": data,
-        "files": files or {},
-        "config": "",
-        "state": {},
-        **losses,
-    }
-    return checkpoint_files.manifest_of(SHAPE, step, world=world, **changes)
+    return Manifest(
+        step=step,
+        tokens_seen=step * 10,
+        kind=kind,
+        evaluation_loss=evaluation_loss,
+        data=data,
+        global_batch_size=4,
+        model=asdict(SHAPE),
+        files=files or {},
+    )
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
