@@ -178,14 +178,14 @@ class CheckpointManager:
         """
         if self._saver is None:
             return []
-        is_saved = start is not None and start.is_own and bool(start.manifest.recorded_files)
-        if start is not None and is_saved and (rolls_back or start.is_rewind):
+        is_return = rolls_back or (start is not None and start.is_rewind)
+        if is_return and start is not None and start.is_own and start.manifest.recorded_files:
             saved, record = start.manifest, self._manifest.state[RUN_STATE]
             data = self._loader.state_dict() if rolls_back else saved.data
             on_rank_zero(lambda: return_to(start.path, saved, record, data))
             if rolls_back:
                 self._log_saved(Checkpoint(start.path, start.step, kind=start.manifest.kind))
-        elif rolls_back or (start is not None and start.is_rewind):
+        elif is_return:
             self.save_now(state, "interval")
         newest = self.newest
         return [] if newest is None else on_rank_zero(lambda: set_aside_others(self._config.folder, newest))

@@ -266,10 +266,10 @@ class Mirror:
         while self._work is not None:
             with suppress(TimeoutError):
                 self._work.result(max(0.0, deadline - monotonic()))
-            found = gather_from_every_rank(lambda: (self._status(), self._store.problem))
-            status = min(status for status, _ in found)
+            ranks = gather_from_every_rank(lambda: (self._status(), self._store.problem))
+            status = min(status for status, _ in ranks)
             if status == RUNNING:
-                return next((problem for _, problem in found if problem), "the store is slow")
+                return next((problem for _, problem in ranks if problem), "the store is slow")
             self._continue_copy(status)
         return None if self._not_copied is None else f"copying {self._not_copied.name} failed; the log says why"
 

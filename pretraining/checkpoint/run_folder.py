@@ -414,10 +414,8 @@ def folders_of(pattern: str) -> list[Path]:
     root = Path(Path(pattern).anchor)
     written = str(Path(pattern).relative_to(root))
     form = re.compile(re.escape(written).replace(re.escape(TIMESTAMP), _WRITTEN_TIME))
-    found = root.glob(glob.escape(written).replace(TIMESTAMP, "*"))
-    return sorted(
-        (each for each in found if form.fullmatch(str(each.relative_to(root))) and is_folder(each)), reverse=True
-    )
+    paths = [path for path in root.glob(glob.escape(written).replace(TIMESTAMP, "*")) if is_folder(path)]
+    return sorted((path for path in paths if form.fullmatch(str(path.relative_to(root)))), reverse=True)
 
 
 def _has_settings(folder: Path, config: TrainConfig) -> bool:

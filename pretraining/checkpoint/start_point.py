@@ -211,8 +211,8 @@ def _describe_unknown(listed: RunCheckpoints, of_run: Sequence[Checkpoint], requ
 def named_checkpoint(run: Path, request: str) -> Path | None:
     """Return the checkpoint in a run's folder that `resume_from_checkpoint` names there; None = no such one."""
     listed = list_run(run)
-    found, _ = newest_good(listed.saved)
-    of_run = [] if found is None else own(found.manifest, listed.saved)
+    head, _ = newest_good(listed.saved)
+    of_run = [] if head is None else own(head.manifest, listed.saved)
     named = _find_named([*of_run, *listed.set_aside], request)
     return None if named is None else named.path
 
@@ -230,16 +230,16 @@ def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[str, str]) -> C
     """Find the start point of a run without checkpoints; None = initial weights."""
     load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
     if load_path is not None and is_address(load_path):
-        found = _find_in_store(load_path, config.folder, damaged)
+        start = _find_in_store(load_path, config.folder, damaged)
     elif load_path is None:
         if request is None:
             return None
-        found = find_newest(Path(request), damaged, RESUME)
+        start = find_newest(Path(request), damaged, RESUME)
     elif is_within(Path(load_path), config.folder) and _are_own(checkpoints_at(Path(load_path)), config.folder):
         return None  # a script may give one folder as both paths, for its first start and all later ones
     else:
-        found = find_newest(from_hub(load_path, MODEL_FILES, CheckpointError), damaged)
-    return replace(found, is_own=False, weights_only=found.weights_only or config.weights_only)
+        start = find_newest(from_hub(load_path, MODEL_FILES, CheckpointError), damaged)
+    return replace(start, is_own=False, weights_only=start.weights_only or config.weights_only)
 
 
 def _find_in_store(address: str, run: Path, damaged: Mapping[str, str]) -> CheckpointRef:
@@ -299,8 +299,8 @@ def newest_good(
     """
     faults = list[str]()
     newest_first = checkpoints[::-1]
-    here = _first_good([(each, each.path) for each in newest_first if each.is_here], damaged, faults)
-    there = _first_good([(each, each.copy) for each in newest_first if each.copy is not None], damaged, faults)
+    here = _first_good([(saved, saved.path) for saved in newest_first if saved.is_here], damaged, faults)
+    there = _first_good([(saved, saved.copy) for saved in newest_first if saved.copy is not None], damaged, faults)
     both = [good for good in (here, there) if good is not None]
     manifest = newest(*([good.manifest] if good is not None else [] for good in (here, there)))
     for checkpoint in newest_first if both else ():
@@ -325,15 +325,14 @@ def _first_good(
     return None
 
 
-def _checked(found: CheckpointRef | None, faults: Sequence[str], flag: str, source: Path | str) -> CheckpointRef:
+def _checked(chosen: CheckpointRef | None, faults: Sequence[str], flag: str, source: Path | str) -> CheckpointRef:
     """Return a checkpoint with the faults of newer ones; raise a CheckpointError with the faults if there is none."""
-    if found is None:
+    if chosen is None:
         lines = "\n".join(f"  {line}" for line in faults)
         raise CheckpointError(f"{flag}={source} holds no good checkpoint:\n{lines}\nRepair one, or give another {flag}")
-    return replace(found, damaged=tuple(faults))
+    return replace(chosen, damaged=tuple(faults))
 
 
 def is_within(path: Path, folder: Path) -> bool:
     """Return whether a path is a folder or below it, with links resolved."""
-    real = real_path(path)
-    return real_path(folder) in (real, *real.parents)
+    return real_path(path).is_relative_to(real_path(folder))

@@ -336,9 +336,9 @@ def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, even
 def _build_evaluator(
     plan: Plan, context: StepContext, observer: Observer, should_stop: Callable[[], bool]
 ) -> Evaluator:
-    evaluation, opened, metric = plan.config.evaluation, plan.opened, plan.deciding_metric
+    evaluation, opened, metric = plan.config.evaluation, plan.opened, plan.evaluation.metric
     limit = evaluation.early_stopping_evaluations
-    loss = Best(plan.evaluation_loss, limit if metric is None else 0)
+    loss = Best(plan.evaluation.loss, limit if metric is None else 0)
     table_V = byte_lengths(plan.config, plan.processes, plan.shape.vocab_size) if plan.evaluation.sources else None
     return Evaluator(
         model=context.model.module,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pretraining.best import Measure
 from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, Manifest
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
@@ -26,7 +25,7 @@ from pretraining.distributed.dims import Dims
 from pretraining.distributed.processes import Processes
 from pretraining.durations import TokenSchedule
 from pretraining.errors import ConfigError, DamagedError
-from pretraining.evaluation.held_out import EvaluationRecord, definition_of
+from pretraining.evaluation.held_out import EvaluationRecord
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Progress, TrainState
 from pretraining.train.opening import Opened
@@ -95,22 +94,6 @@ class Plan:
     def data(self) -> OpenedDatasets | None:
         """Training datasets; None for dummy data."""
         return self.opened.data.training
-
-    @property
-    def deciding_metric(self) -> Measure | None:
-        """Metric of a task or number of an evaluator that decides which checkpoint is best; None = the loss decides."""
-        name = self.config.evaluation.best_by
-        if name is None or any(name in source.sets for source in self.evaluation.sources):
-            return None
-        found = (each.best_by(name) for each in (self.opened.tasks, self.opened.evaluators) if each is not None)
-        return next((each for each in found if each is not None), None)
-
-    @property
-    def evaluation_loss(self) -> Measure:
-        """Loss on the evaluation set that `--best_by` names, else the mean over all sets."""
-        name = None if self.deciding_metric is not None else self.config.evaluation.best_by
-        key = "evaluation_loss" if name is None else f"evaluation_loss/{name}"
-        return Measure("loss", key, definition_of(self.evaluation.sources, name))
 
     @property
     def restored(self) -> CheckpointRef | None:
