@@ -18,7 +18,8 @@ def ends_after(best: Best, values: list[float]) -> int | None:
         best.record(value, number)
         best.stop_if_due(run)
         if run.early_end:
-            assert run.finished and run.stopping
+            wanted = "finite loss" if best.best is None else f"better loss than {best.best:.4f}"
+            assert run.finished and run.stopping and run.early_end.startswith(f"no {wanted} in ")
             return number
     return None
 
