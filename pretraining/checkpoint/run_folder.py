@@ -212,9 +212,7 @@ def _read(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
 
 def checkpoint_from(path: Path, manifest: Manifest) -> Checkpoint:
     """Return the checkpoint of a manifest; the path may be that of a copy in a store."""
-    name, second = path.name, f".step_{manifest.step}"
-    while name.endswith(second):
-        name = name.removesuffix(second)
+    name = re.sub(rf"(\.step_{manifest.step})+$", "", path.name)  # of `distinct_name`
     return Checkpoint(
         path,
         manifest.step,
