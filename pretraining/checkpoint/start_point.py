@@ -186,9 +186,7 @@ def _own_start(
         return replace(head, unmet=tuple(unmet))
     if named is None:
         raise CheckpointError(_describe_unknown(listed, of_run, request, head.step))
-    places = [(named, place) for place in (named.path if named.is_here else None, named.copy) if place is not None]
-    faults = list[str]()
-    chosen = _checked(_first_good(places, damaged, faults), faults, RESUME, named.path)
+    chosen = _checked(*newest_good([named], damaged), RESUME, named.path)
     if named in listed.set_aside:
         path = free_path(run, named)
         chosen = replace(chosen, path=path, aside=named.path if chosen.copy is None else None)
