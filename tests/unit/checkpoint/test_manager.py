@@ -275,15 +275,6 @@ class Gate:
         self._save(*args, **more)
 
 
-def step_until(run: Run, condition: Callable[[], bool]) -> None:
-    """The saving thread ends at some time while steps continue."""
-    for _ in range(10**6):
-        if condition():
-            return
-        run.step()
-    raise AssertionError("it never came")
-
-
 def test_a_failure_in_the_background_is_raised_at_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, saving(every(1), keep_last=1), asynchronous=True)
     run.step()
@@ -294,7 +285,8 @@ def test_a_failure_in_the_background_is_raised_at_a_later_step(tmp_path: Path, m
     run.state.total_steps = run.state.stop_step = 10**9
     gate.open()
     with pytest.raises(CheckpointError) as failed, run.training():
-        step_until(run, lambda: False)
+        for _ in range(10**6):  # the saving thread ends at some time while steps continue
+            run.step()
     assert str(failed.value) == str(gate.failure)
     assert run.names == ["1"] and run.saver._running is None
 
