@@ -1,4 +1,4 @@
-"""Progress of a run, and what depends on it: intervals, and the scores of its evaluations.
+"""Progress of a run, and intervals, which depend on it.
 
     Interval + TrainState after each step  --is_due-->  report, evaluate, save?
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
 
 from pretraining.durations import Duration
 
@@ -108,33 +107,3 @@ class Interval:
         if length == 0:  # epochs of an empty dataset
             return False
         return bool(getattr(state.progress, unit) // length > getattr(state.before, unit) // length)
-
-
-class BestBy(NamedTuple):
-    """The metric of a task, or number of an evaluator, that decides which checkpoint is best.
-
-    Attributes:
-        definition: of all that it depends on besides the model.
-        key: its name among the values of an evaluation.
-    """
-
-    name: str
-    larger_is_better: bool
-    definition: str
-    key: str
-
-    def cost(self, value: float) -> float:
-        """Return a number that is lower for a better value."""
-        return -value if self.larger_is_better else value
-
-
-class Scores(NamedTuple):
-    """Numbers of an evaluation that may decide which checkpoint is best.
-
-    Attributes:
-        loss: in nats per token, of the set `--best_by` or the mean over all sets; None = no set was evaluated.
-        task: the value of `BestBy`; None = it was not evaluated, or the loss decides.
-    """
-
-    loss: float | None
-    task: float | None = None

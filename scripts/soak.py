@@ -45,10 +45,9 @@ import pyarrow as pa
 import torch
 
 from pretraining.checkpoint.copies import read_copies
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import RUN_STATE
 from pretraining.checkpoint.reader import open_tensors, read_tensor
-from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, UNFINISHED_SUFFIX, committed_checkpoints
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, UNFINISHED_SUFFIX, committed_checkpoints, read_document
 from pretraining.launch.layout import free_port
 from pretraining.tools.verify import faults_of
 

@@ -24,10 +24,16 @@ from pathlib import Path
 from time import thread_time
 
 from pretraining.checkpoint.branches import age_in_place, continues
-from pretraining.checkpoint.forms import misnamed_files
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from pretraining.checkpoint.own_checkpoints import Copies, move_aside
-from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, Copy, checkpoint_at, temporary_name
+from pretraining.checkpoint.run_folder import (
+    CHECKPOINTS,
+    SET_ASIDE,
+    Copy,
+    checkpoint_at,
+    misnamed_files,
+    temporary_name,
+)
 from pretraining.checkpoint.stored_files import ChecksummedFile, crc32_text
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import exists, flush_folder, parse_json, write_atomic, write_flushed, writing_into

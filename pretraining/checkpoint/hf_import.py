@@ -141,8 +141,8 @@ def _weight_files(path: Path) -> list[str]:
         if not names or not all(map(_is_weight_file, names)):
             raise CheckpointError("has no weight_map from tensors to safetensors files here", path=path / INDEX_FILE)
     else:
-        found = describe_other_weights(path) or ": fetch the model's safetensors files"
-        raise CheckpointError(f"has no {WEIGHTS_FILE} or {INDEX_FILE}{found}", path=path)
+        remedy = describe_other_weights(path) or ": fetch the model's safetensors files"
+        raise CheckpointError(f"has no {WEIGHTS_FILE} or {INDEX_FILE}{remedy}", path=path)
     if exists(path / ADAPTER_FILE):
         raise CheckpointError(
             f"has an adapter of PEFT ({ADAPTER_FILE}), which transformers would apply to another folder's weights: "
@@ -222,7 +222,7 @@ def read_origin(checkpoint: Path) -> dict[str, Any]:
 def _license_of(card: Path) -> str | None:
     try:
         _, header, _ = read_file(card).decode().split("---\n", 2)
-        found = read_yaml(header).get("license")
+        name = read_yaml(header).get("license")
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return None  # no card, or no valid header
-    return found if isinstance(found, str) and _WORD.fullmatch(found) else None
+    return name if isinstance(name, str) and _WORD.fullmatch(name) else None

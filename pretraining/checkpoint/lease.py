@@ -169,12 +169,11 @@ def _check_shared(run: Path, token: str) -> None:
 
     A network file system may show an older state of the folder for as long as `SHARED_SECONDS`.
     """
-    for seconds in range(SHARED_SECONDS + 1):
+    for _ in range(SHARED_SECONDS):
         holder = _read_holder(run / LEASE)
         if holder is not None and holder.token == token:
             return
-        if seconds < SHARED_SECONDS:
-            sleep(1.0)
+        sleep(1.0)
     raise CheckpointError(
         f"is not the folder that rank 0 writes into: {socket.gethostname()} does not see the {LEASE} of this start. "
         "All processes of a job save there and read it, so give a --ckpt_save_path on a disk that all nodes share",

@@ -48,8 +48,10 @@ EVALUATION_STATE = "evaluation"
 """Key of the evaluator in a manifest's states."""
 EVALUATION_SETS_STATE = "evaluation_sets"
 """Key of the record of the evaluation sets in a manifest's states."""
-LOSSES_OF = "losses_of"
-"""Key in this record: definition of the evaluation sets of the losses in the manifest."""
+LOSS_STATE = "loss"
+"""Key of the newest and the best evaluation loss (`Best`) in a manifest's states."""
+METRIC_STATE = "metric"
+"""Key of the metric that decides which checkpoint is best (`Best`) in a manifest's states; absent if the loss does."""
 GUARDS_STATE = "guards"
 """Key of the guards in a manifest's states."""
 SCHEDULE_STATE = "schedule"
@@ -66,10 +68,6 @@ AVERAGE = "average"
 """Key of what weights are an average of (`tools/average.py`): checkpoints, and facts about their runs."""
 REQUEST = "resume_from_checkpoint"
 """Key in this record: `Manifest.request`."""
-BEST_BY = "best_by"
-"""Key in this record: `Manifest.best_by`."""
-EVALUATION_OF_STEP = "evaluation_loss"
-"""Key in this record: `Manifest.evaluation_of_step`."""
 
 
 class Stateful(Protocol):
@@ -134,17 +132,10 @@ class Manifest:
         return {name: entry for name, entry in self.files.items() if entry is not None}
 
     @property
-    def losses_of(self) -> str | None:
-        """Recorded definition of the evaluation sets of the evaluation losses."""
-        definition: str | None = self._state_of(EVALUATION_SETS_STATE).get(LOSSES_OF)
-        return definition
-
-    @property
-    def decided_by(self) -> tuple[str, ...]:
-        """Definition of what `cost_of_step` depends on; costs of different definitions are not compared."""
-        if self.best_by:
-            return str(self.best_by.get("name")), str(self.best_by.get("definition"))
-        return (self.losses_of or "",)
+    def decided_by(self) -> tuple[str, str]:
+        """Name and definition of what `cost_of_step` depends on; costs of different definitions are not compared."""
+        decides = self._state_of(METRIC_STATE) or self._state_of(LOSS_STATE)
+        return str(decides.get("name")), str(decides.get("definition"))
 
     @property
     def average(self) -> dict[str, Any]:
@@ -187,27 +178,29 @@ class Manifest:
     @property
     def evaluation_of_step(self) -> float | None:
         """Evaluation loss of these weights, if any and finite."""
-        loss: float | None = self._state_of(RUN_STATE).get(EVALUATION_OF_STEP)
-        return loss
+        return self._value_of_step(LOSS_STATE)
 
     @property
-    def best_by(self) -> dict[str, Any]:
-        """Metric of a task that decides which is best: `BestBy`, `value` and `best`; empty = the loss decides."""
-        record: dict[str, Any] = self._state_of(RUN_STATE).get(BEST_BY) or {}
-        return record
+    def metric_of_step(self) -> float | None:
+        """Value of these weights of the metric that decides which checkpoint is best; None if the loss decides."""
+        return self._value_of_step(METRIC_STATE)
 
     @property
     def cost_of_step(self) -> float | None:
-        """Number that is lowest in the best checkpoint, of these weights: the evaluation loss, or `BestBy.cost`."""
-        if not self.best_by:
-            return self.evaluation_of_step
-        value: float | None = self.best_by.get("value")
-        return -value if value is not None and self.best_by.get("larger_is_better") else value
+        """Number of these weights that is lowest in the best checkpoint: the evaluation loss, or of the metric."""
+        metric = self._state_of(METRIC_STATE)
+        value = self.metric_of_step if metric else self.evaluation_of_step
+        return -value if value is not None and metric.get("larger_is_better") else value
+
+    def _value_of_step(self, name: str) -> float | None:
+        state = self._state_of(name)
+        value: float | None = state.get("value")
+        return value if state.get("step") == self.step else None
 
     @property
     def is_of_finished_run(self) -> bool:
         """Whether the run is done: its last step, and the evaluation of that step."""
-        return self.kind == "final" and not self.has_pending_evaluation
+        return self.kind == "final" and not self.pending
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -215,17 +208,13 @@ class Manifest:
         state = self._state_of(EVALUATION_STATE)
         return tuple(key for key in (PENDING_EVALUATION, PENDING_TASKS) if state.get(key))
 
-    @property
-    def has_pending_evaluation(self) -> bool:
-        """Whether an evaluation of these weights is due and not done."""
-        return bool(self.pending)
-
     def check_states(self) -> None:
         """Raise a TypeError or ValueError if a state has another type than its readers expect."""
         for name, state in self.state.items():
             if not isinstance(state, dict):
                 raise TypeError(f"the state of {name} is {shown(state)}")
-        for number in (self.cost_of_step, self.evaluation_of_step, self.skipped_in_a_row, self.annealing_from):
+        tracked = (self._state_of(name).get(key) for name in (LOSS_STATE, METRIC_STATE) for key in TRACKED)
+        for number in (*tracked, self.skipped_in_a_row, self.annealing_from):
             if number is not None and (type(number) is bool or not isinstance(number, int | float)):
                 raise TypeError(f"a state has {shown(number)} in place of a number")
         parse_branches(self._state_of(RUN_STATE).get(BRANCHES, ()))
@@ -270,6 +259,8 @@ class Manifest:
 
 
 FIELDS = tuple(each.name for each in fields(Manifest))
+TRACKED = ("value", "step", "best", "in_a_row")
+"""Numbers in the state of a `Best`."""
 
 
 def _torch_version() -> str:

@@ -30,11 +30,15 @@ from typing import Any
 
 from pretraining.checkpoint.branches import identity_of, is_given_up
 from pretraining.checkpoint.copies import TRIES_OF_START, fetch_copy, read_copies, upload_file
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
-from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, list_run
-from pretraining.checkpoint.retention import best_of, saved_by_run, superseded
-from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, checkpoint_from, committed_checkpoints
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, best_of, list_run, saved_by_run, superseded
+from pretraining.checkpoint.run_folder import (
+    CHECKPOINTS,
+    SET_ASIDE,
+    checkpoint_from,
+    committed_checkpoints,
+    read_document,
+)
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.recipe_files import RUN_CONFIG_FILE
 from pretraining.config.training import CheckpointConfig
@@ -212,7 +216,6 @@ class Mirror:
         self._sync = DelayedMinimum()
         self._work: Future[int] | None = None
         self._is_uploaded = False
-        self._has_files = False  # whether only the manifest of the running copy is missing
         self._not_copied: Path | None = None
         self._log_files_copied = -LOG_FILES_SECONDS
         self.protected: tuple[Path, ...] = ()
@@ -263,10 +266,10 @@ class Mirror:
         while self._work is not None:
             with suppress(TimeoutError):
                 self._work.result(max(0.0, deadline - monotonic()))
-            found = gather_from_every_rank(lambda: (self._status(), self._store.problem))
-            status = min(status for status, _ in found)
+            ranks = gather_from_every_rank(lambda: (self._status(), self._store.problem))
+            status = min(status for status, _ in ranks)
             if status == RUNNING:
-                return next((problem for _, problem in found if problem), "the store is slow")
+                return next((problem for _, problem in ranks if problem), "the store is slow")
             self._continue_copy(status)
         return None if self._not_copied is None else f"copying {self._not_copied.name} failed; the log says why"
 
@@ -290,9 +293,9 @@ class Mirror:
     def _start_upload(self) -> None:
         checkpoint = self.protected[0]
         # A return gives its target another manifest: the mirror may have the files.
-        self._has_files = checkpoint == self._newest and on_rank_zero(lambda: self._holds_files(checkpoint))
-        self._is_uploaded = False
-        self._work = in_background(partial(self._run_part, self._upload, checkpoint), "mirror")
+        self._is_uploaded = checkpoint == self._newest and on_rank_zero(lambda: self._holds_files(checkpoint))
+        action = self._commit if self._is_uploaded else self._upload
+        self._work = in_background(partial(self._run_part, action, checkpoint), "mirror")
 
     def _holds_files(self, checkpoint: Path) -> bool:
         held = self._held.get(checkpoint.name)
@@ -330,8 +333,6 @@ class Mirror:
 
     def _upload(self, checkpoint: Path) -> None:
         """Upload this process's files, in a background thread, after the removal of an earlier copy's manifest."""
-        if self._has_files:
-            return
         rank, world_size = rank_and_world_size()
         folder = _store_folder(checkpoint)
         self._retry(self._check_writer)

@@ -1,29 +1,36 @@
-"""Checkpoints of a run, in its folder and in its mirror: the list that every start and every return chooses from.
+"""Checkpoints of a run, in its folder and in its mirror: which there are, which are kept, and which are set aside.
 
     <run>/checkpoints/: committed checkpoints  --+
-    mirror: complete copies                    --+-> `list_run` -> `newest_good` -> `branches.own`
+    mirror: complete copies                    --+-> `list_run` -> `start_point.newest_good` -> `branches.own`
     set_aside_<time>/, here and in the mirror  --+
 
 A run that goes back sets the checkpoints aside that its newest one does not continue. Until then the rule of `branches`
-keeps starts from them.
+keeps starts from them. Retention removes others:
+
+    always kept    the newest, the best, and every final one; the newest one without skipped updates just before it
+    kept           the newest `keep_last` interval checkpoints; all of them by default
+    superseded     a preemption checkpoint by any newer checkpoint, a former best one by the next best
+
+Only the run's own checkpoints count (`branches.own`), without damaged ones. A copy or a renamed checkpoint belongs to
+the user: it neither counts nor is removed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from pretraining.checkpoint.branches import Branches, begin_branch, identity_of, is_given_up, newest
-from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.branches import Branches, begin_branch, identity_of, is_given_up, own
 from pretraining.checkpoint.manifest import MANIFEST, RUN_STATE, Manifest
 from pretraining.checkpoint.run_folder import (
+    BEST,
     CHECKPOINTS,
     SET_ASIDE,
     Checkpoint,
@@ -34,10 +41,11 @@ from pretraining.checkpoint.run_folder import (
     checkpoints_of_run,
     checkpoints_set_aside,
     committed_checkpoints,
+    remove_checkpoint,
     run_id_of,
 )
-from pretraining.errors import CheckpointError
-from pretraining.files import flush_folder, write_atomic, writing_into
+from pretraining.errors import CheckpointError, PretrainError
+from pretraining.files import exists, flush_folder, link_atomic, write_atomic, writing_into
 from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
@@ -105,60 +113,6 @@ def list_run(run: Path, copies: Copies = NO_COPIES) -> RunCheckpoints:
 
 def _only_in_mirror(run: Path, name: str, copy: Copy) -> Checkpoint:
     return replace(checkpoint_from(run / CHECKPOINTS / name, copy.manifest), is_here=False, copy=copy)
-
-
-class Found(NamedTuple):
-    """Checkpoint without a known fault: names and sizes of its files are those in the manifest.
-
-    Attributes:
-        place: its folder, or the copy to fetch.
-    """
-
-    checkpoint: Checkpoint
-    place: Path | Copy
-    manifest: Manifest
-
-
-def newest_good(
-    checkpoints: Sequence[Checkpoint], damaged: Mapping[str, str] = MappingProxyType({})
-) -> tuple[Found | None, list[str]]:
-    """Return a run's newest checkpoint without a known fault, and the faults of those that are newer.
-
-    Args:
-        checkpoints: the newest last, by the rule for one place.
-        damaged: known faults, by path or address.
-    """
-    faults = list[str]()
-    newest_first = checkpoints[::-1]
-    here = _first_good([(each, each.path) for each in newest_first if each.is_here], damaged, faults)
-    there = _first_good([(each, each.copy) for each in newest_first if each.copy is not None], damaged, faults)
-    both = [found for found in (here, there) if found is not None]
-    manifest = newest(*([found.manifest] if found is not None else [] for found in (here, there)))
-    for checkpoint in newest_first if both else ():
-        if checkpoint.kind is None and checkpoint.step > both[0].manifest.step:
-            _first_good([(checkpoint, checkpoint.path)], damaged, faults)
-    return next((found for found in both if found.manifest is manifest), None), faults
-
-
-def first_good_place(checkpoint: Checkpoint, damaged: Mapping[str, str], faults: list[str]) -> Found | None:
-    """Return a checkpoint in its folder or else its copy; None if both have faults, which are added to `faults`."""
-    places = [
-        place for place in (checkpoint.path if checkpoint.is_here else None, checkpoint.copy) if place is not None
-    ]
-    return _first_good([(checkpoint, place) for place in places], damaged, faults)
-
-
-def _first_good(
-    places: Iterable[tuple[Checkpoint, Path | Copy]], damaged: Mapping[str, str], faults: list[str]
-) -> Found | None:
-    for checkpoint, place in places:
-        try:
-            if str(place) in damaged:
-                raise CheckpointError(damaged[str(place)])
-            return Found(checkpoint, place, place.manifest if isinstance(place, Copy) else read_manifest(place))
-        except CheckpointError as error:
-            faults.append(str(error))
-    return None
 
 
 # Changes in a run's folder
@@ -243,3 +197,76 @@ def set_aside_others(run: Path, newest: Path) -> list[Path]:
             request,
         )
     return [checkpoint.path for checkpoint in others]
+
+
+# Retention: which checkpoints are kept, and which one is best
+
+
+def apply_retention(run: Path, newest: Path, keep_last: int | None, protected: Collection[Path] = ()) -> None:
+    """Point the link `best` to the best checkpoint, and remove superseded ones; warn on failure.
+
+    Call it after a commit, and at a start, since a kill may have come between the two.
+
+    Args:
+        newest: checkpoint that was just committed, or the start point.
+        keep_last: interval checkpoints to keep; None = all.
+    """
+    try:
+        head = checkpoint_at(newest)
+        if head.kind is None:  # a network file system may hide it for a moment
+            raise CheckpointError("cannot be read again", path=newest)
+        saved = saved_by_run(head, checkpoints_of_run(run))
+    except (OSError, PretrainError) as error:
+        log.warning("nothing older than %s is removed: %s", newest, error)
+        return
+    best = best_of(saved)
+    _link_best(run, best)
+    for checkpoint in superseded(saved, head, best, keep_last):
+        if checkpoint.path not in protected:
+            remove_checkpoint(checkpoint.path)
+
+
+def saved_by_run(newest: Checkpoint, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return the readable checkpoints that belong to a run and have the names of their saves, the newest last."""
+    readable = [checkpoint for checkpoint in checkpoints if checkpoint.kind is not None and checkpoint.has_save_name]
+    return by_age(own(newest, readable))
+
+
+def superseded(
+    saved: Sequence[Checkpoint], newest: Checkpoint, best: Checkpoint | None, keep_last: int | None
+) -> list[Checkpoint]:
+    """Return the checkpoints to remove, of all of a run, the newest last."""
+    # A divergence drops checkpoints saved while updates were skipped, and goes back to the newest sound one.
+    sound = [checkpoint for checkpoint in (*saved, newest) if not checkpoint.skipped_in_a_row]
+    removable = [checkpoint for checkpoint in saved if checkpoint not in (newest, best, *sound[-1:])]
+    passing = [checkpoint for checkpoint in removable if checkpoint.kind in ("preempt", "best")]
+    regular = [checkpoint for checkpoint in saved if checkpoint.kind not in ("preempt", "best")]
+    too_old = regular[:-keep_last] if keep_last is not None else []
+    return passing + [checkpoint for checkpoint in too_old if checkpoint in removable and checkpoint.kind != "final"]
+
+
+def best_of(saved: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Return the checkpoint with the lowest cost, as the newest evaluation counts it; the newest one is last.
+
+    If costs are equal, the first checkpoint wins: it was saved when the cost was found.
+    """
+    evaluated = [checkpoint for checkpoint in saved if checkpoint.cost is not None]
+    comparable = [checkpoint for checkpoint in evaluated if checkpoint.decided_by == evaluated[-1].decided_by]
+    return min(comparable, key=lambda checkpoint: (checkpoint.cost, checkpoint.step), default=None)
+
+
+def _link_best(run: Path, best: Checkpoint | None) -> None:
+    """Point the relative link `best` to the best checkpoint, or remove it if there is none; warn on failure."""
+    link = run / CHECKPOINTS / BEST
+    try:
+        if exists(link) and not link.is_symlink():
+            raise FileExistsError(errno.EEXIST, "it is no link")
+        if link.is_symlink() and not exists(link):
+            now = "no other one here was evaluated" if best is None else f"the best one here is {best.path.name} now"
+            log.warning("the best checkpoint, %s, is gone from %s: %s", link.readlink(), run, now)
+        if best is None:
+            link.unlink(missing_ok=True)
+        elif not (link.is_symlink() and link.readlink() == Path(best.path.name)):
+            link_atomic(link, best.path.name)
+    except OSError as error:
+        log.warning("%s cannot be replaced: %s", link, error.strerror)

@@ -58,13 +58,13 @@ def load_newest(source: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint
     """Load tensors in place from the newest good checkpoint at a path, and return the checkpoint; a collective call."""
     damaged: dict[str, str] = {}
     while True:
-        found = on_rank_zero(lambda: find_newest(source, damaged))
+        checkpoint = on_rank_zero(lambda: find_newest(source, damaged))
         try:
-            load(found, tensors)
+            load(checkpoint, tensors)
         except DamagedError as error:
-            damaged[found.source] = str(error)
+            damaged[checkpoint.source] = str(error)
         else:
-            return found
+            return checkpoint
 
 
 def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[CheckpointRef, Llama]:
@@ -81,5 +81,5 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[Che
         model = Llama(shape)
     model.to_empty(device="cpu")
     model.tie_weights()
-    found = load_newest(Path(path), tensor_state(dict(model.named_parameters()), None))
-    return found, model.to(device=device, dtype=dtype).eval()
+    checkpoint = load_newest(Path(path), tensor_state(dict(model.named_parameters()), None))
+    return checkpoint, model.to(device=device, dtype=dtype).eval()

@@ -8,23 +8,31 @@
     <run>/checkpoints/<any other name>/          the user's; a checkpoint if it has a manifest; never removed
 
 Names are for people: the manifest says what a checkpoint is. Only folders with a name that saves give are ever removed.
+A folder is a checkpoint if it has one of these files:
+
+    manifest.json        saved by a run, sharded or full: the manifest names all files
+    iter_state_dict.pt   the four .pt files of a full checkpoint, without a manifest (`pt_files`)
+    config.json          a Hugging Face folder with weights alone (`hf_import`)
 """
 
 from __future__ import annotations
 
 import glob
+import logging
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 from pretraining.checkpoint.branches import Branches, number_of
-from pretraining.checkpoint.forms import form_of, read_document, read_if_good
-from pretraining.checkpoint.manifest import MANIFEST, Manifest
+from pretraining.checkpoint.manifest import FULL_FILES, ITERATION_FILE, MANIFEST, SHARD_SUFFIX, Manifest
+from pretraining.checkpoint.stored_files import read_json_of, size_fault
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.recipe_files import RUN_CONFIG_FILE, dump_config, settings_in
 from pretraining.config.run_recipe import comment_of_start
@@ -40,9 +48,13 @@ from pretraining.files import (
     is_folder,
     read_json,
     real_path,
+    reason_of,
     write_atomic,
     writing_into,
 )
+from pretraining.model.hf import CONFIG_FILE
+
+log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 BEST = "best"
@@ -176,12 +188,6 @@ def checkpoints_of_run(run: Path) -> list[Checkpoint]:
     return [checkpoint for checkpoint in here if checkpoint.kind is None or checkpoint.run_id == run_id]
 
 
-def newest_manifest(run: Path) -> Manifest | None:
-    """Return the newest manifest in a run's folder that can be read."""
-    good = filter(None, (read_if_good(checkpoint.path) for checkpoint in reversed(checkpoints_of_run(run))))
-    return next(good, None)
-
-
 def checkpoints_set_aside(run: Path) -> list[Path]:
     """Return the checkpoints that the run has set aside, in order."""
     aside = [path for path in _folders(run) if path.name.startswith(SET_ASIDE)]
@@ -206,9 +212,7 @@ def _read(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
 
 def checkpoint_from(path: Path, manifest: Manifest) -> Checkpoint:
     """Return the checkpoint of a manifest; the path may be that of a copy in a store."""
-    name, second = path.name, f".step_{manifest.step}"
-    while name.endswith(second):
-        name = name.removesuffix(second)
+    name = re.sub(rf"(\.step_{manifest.step})+$", "", path.name)  # of `distinct_name`
     return Checkpoint(
         path,
         manifest.step,
@@ -243,6 +247,67 @@ def _folders(run: Path) -> list[Path]:
     return [path for path in entries_of(folder) if path.name != BEST and is_folder(path)] if is_folder(folder) else []
 
 
+# Forms of a checkpoint, and who reads what is in them
+
+
+def _read_saved(folder: Path) -> Manifest:
+    return Manifest.parse(read_json_of(folder, MANIFEST), str(folder / MANIFEST))
+
+
+def _read_pt(folder: Path) -> Manifest:
+    from pretraining.checkpoint.pt_files import manifest_of_files  # imports torch, which takes a second
+
+    return manifest_of_files(folder)
+
+
+def _read_hugging_face(folder: Path) -> Manifest:
+    from pretraining.checkpoint.hf_import import manifest_of_folder  # imports torch
+
+    return manifest_of_folder(folder)
+
+
+FORMS = {MANIFEST: _read_saved, ITERATION_FILE: _read_pt, CONFIG_FILE: _read_hugging_face}
+"""Readers of manifests, by a file that each folder of the form has; the first one counts."""
+
+
+def form_of(folder: Path) -> str | None:
+    """Return the form of the checkpoint in a folder, by its file; None if it is none, or has lost its manifest."""
+    return next((marker for marker in FORMS if is_file(folder / marker)), None)
+
+
+def read_document(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint of any form, without looking at files that a saved manifest names.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of an unknown form.
+    """
+    form = form_of(folder)
+    if form is None:
+        raise CheckpointError(f"damaged: its {MANIFEST} is missing", path=folder)
+    return FORMS[form](folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint, and check names and sizes of its files; their content is not read.
+
+    Raises:
+        CheckpointError: as in `read_document`; or a file is missing or of another size.
+    """
+    manifest = read_document(folder)
+    sizes = (size_fault(folder / name, entry) for name, entry in manifest.recorded_files.items())
+    fault = next(chain(misnamed_files(folder, manifest), filter(None, sizes)), None)
+    if fault is not None:
+        raise CheckpointError(fault)
+    return manifest
+
+
+def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield a message for each name in a manifest that is no tensor file of the folder; other files may be there."""
+    for name in manifest.recorded_files:
+        if Path(name).name != name or not (name.endswith(SHARD_SUFFIX) or name in FULL_FILES):
+            yield f"{folder / MANIFEST} names {name!r}, which is no tensor file of this folder"
+
+
 # Names that saves give
 
 
@@ -265,6 +330,21 @@ def checkpoint_name(style: str, manifest: Manifest) -> str:
 def temporary_name(folder: Path) -> Path:
     """Return a new name each time, so that a process that resumes an old save does not write into a new one."""
     return folder.with_name(f"{folder.name}.{secrets.token_hex(2)}{UNFINISHED_SUFFIX}")
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint, renamed first so that a partly removed one is never read; warn if it fails.
+
+    A network file system may refuse while a file is open somewhere. The run continues, and the next save tries again.
+    """
+    try:
+        hidden = folder if folder.suffix == UNFINISHED_SUFFIX else folder.rename(temporary_name(folder))
+        if hidden.is_symlink():  # remove the link, not its target
+            hidden.unlink()
+        else:
+            shutil.rmtree(hidden)
+    except OSError as error:
+        log.warning("%s cannot be removed (%s): the next save tries again", folder, reason_of(error))
 
 
 def distinct_name(name: str, step: int) -> str:
@@ -293,8 +373,9 @@ def find_run_folder(config: TrainConfig) -> str | None:
     if pattern is None or TIMESTAMP not in pattern:
         return pattern
     for folder in folders_of(pattern):
-        newest = newest_manifest(folder)
-        if _has_settings(folder, config) and not (newest is not None and newest.is_of_finished_run):
+        readable = [checkpoint for checkpoint in checkpoints_of_run(folder) if checkpoint.kind is not None]
+        is_finished = bool(readable) and read_document(readable[-1].path).is_of_finished_run
+        if _has_settings(folder, config) and not is_finished:
             return str(folder)
     return pattern
 
@@ -331,10 +412,8 @@ def folders_of(pattern: str) -> list[Path]:
     root = Path(Path(pattern).anchor)
     written = str(Path(pattern).relative_to(root))
     form = re.compile(re.escape(written).replace(re.escape(TIMESTAMP), _WRITTEN_TIME))
-    found = root.glob(glob.escape(written).replace(TIMESTAMP, "*"))
-    return sorted(
-        (each for each in found if form.fullmatch(str(each.relative_to(root))) and is_folder(each)), reverse=True
-    )
+    paths = [path for path in root.glob(glob.escape(written).replace(TIMESTAMP, "*")) if is_folder(path)]
+    return sorted((path for path in paths if form.fullmatch(str(path.relative_to(root)))), reverse=True)
 
 
 def _has_settings(folder: Path, config: TrainConfig) -> bool:

@@ -28,8 +28,8 @@ from pretraining.checkpoint.completeness import is_finite
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.mirror import Mirror
+from pretraining.checkpoint.own_checkpoints import apply_retention
 from pretraining.checkpoint.pt_files import FullSave
-from pretraining.checkpoint.retention import apply_retention
 from pretraining.checkpoint.run_folder import CHECKPOINTS, Checkpoint, checkpoint_at, checkpoint_name, distinct_name
 from pretraining.checkpoint.writer import Save, SavePlan, plan_save, save_checkpoint
 from pretraining.config.training import CheckpointConfig

@@ -13,23 +13,14 @@ refuses the start any more (`mirror.fetch_start`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pretraining.checkpoint.branches import identity_of, own
-from pretraining.checkpoint.forms import form_of
+from pretraining.checkpoint.branches import identity_of, newest, own
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
-from pretraining.checkpoint.own_checkpoints import (
-    NO_COPIES,
-    Copies,
-    Found,
-    RunCheckpoints,
-    first_good_place,
-    list_run,
-    newest_good,
-)
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, RunCheckpoints, best_of, list_run
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
     Checkpoint,
@@ -37,8 +28,10 @@ from pretraining.checkpoint.run_folder import (
     checkpoint_at,
     checkpoints_of_run,
     committed_checkpoints,
+    form_of,
     free_path,
     is_committed,
+    read_manifest,
     run_of,
 )
 from pretraining.config.recipe_files import settings_in
@@ -157,8 +150,6 @@ def _missing_best(listed: RunCheckpoints, start: CheckpointRef) -> Copy | None:
     """Return the copy of the best checkpoint up to the start point, if the run's folder lacks that checkpoint."""
     if all(checkpoint.is_here for checkpoint in listed.saved):
         return None
-    from pretraining.checkpoint.retention import best_of  # imports torch
-
     saved = [checkpoint for checkpoint in own(start.manifest, listed.saved) if checkpoint.has_save_name]
     best = best_of(saved)
     return None if best is None or best.is_here or best.copy == start.copy else best.copy
@@ -175,32 +166,31 @@ def _own_start(
         None: the run has no checkpoint before `before_step`.
     """
     run, load_path, request = config.folder, config.ckpt_load_path, config.resume_from_checkpoint
-    found, faults = newest_good(listed.saved, damaged)
-    newest = _as_start(found, faults, SAVE_PATH, run)
-    if newest.manifest.average:
+    head = _checked(*newest_good(listed.saved, damaged), SAVE_PATH, run)
+    if head.manifest.average:
         raise CheckpointError(
             f"is an average of checkpoints: start a new run from it, with {LOAD_PATH}={run} and another {SAVE_PATH}",
             path=run,
         )
-    of_run = own(newest.manifest, listed.saved)
+    of_run = own(head.manifest, listed.saved)
     if before_step is not None:
         earlier = [checkpoint for checkpoint in of_run if checkpoint.step < before_step]
-        return _as_start(*newest_good(earlier, damaged), SAVE_PATH, run) if earlier else None
+        return _checked(*newest_good(earlier, damaged), SAVE_PATH, run) if earlier else None
     unreadable = [checkpoint for checkpoint in listed.saved if checkpoint.kind is None]
     named = None if request is None else _find_named([*unreadable, *of_run, *listed.set_aside], request)
-    before = newest.manifest.request
+    before = head.manifest.request
     if request is None or request == before or (named and before and named == _find_named(of_run, before)):
         unmet = [f"init_from=scratch {_EARLIER}"] if config.init_from == "scratch" else []
         if load_path is not None and (is_address(load_path) or not is_within(Path(load_path), run)):
             unmet.append(f"ckpt_load_path={load_path} {_EARLIER}")
-        return replace(newest, unmet=tuple(unmet))
+        return replace(head, unmet=tuple(unmet))
     if named is None:
-        raise CheckpointError(_describe_unknown(listed, of_run, request, newest.step))
-    chosen = _as_start(first_good_place(named, damaged, faults := []), faults, RESUME, named.path)
+        raise CheckpointError(_describe_unknown(listed, of_run, request, head.step))
+    chosen = _checked(*newest_good([named], damaged), RESUME, named.path)
     if named in listed.set_aside:
         path = free_path(run, named)
         chosen = replace(chosen, path=path, aside=named.path if chosen.copy is None else None)
-    return replace(chosen, damaged=newest.damaged, is_rewind=True)
+    return replace(chosen, damaged=head.damaged, is_rewind=True)
 
 
 def _describe_unknown(listed: RunCheckpoints, of_run: Sequence[Checkpoint], request: str, step: int) -> str:
@@ -220,8 +210,8 @@ def _describe_unknown(listed: RunCheckpoints, of_run: Sequence[Checkpoint], requ
 def named_checkpoint(run: Path, request: str) -> Path | None:
     """Return the checkpoint in a run's folder that `resume_from_checkpoint` names there; None = no such one."""
     listed = list_run(run)
-    found, _ = newest_good(listed.saved)
-    of_run = [] if found is None else own(found.manifest, listed.saved)
+    head, _ = newest_good(listed.saved)
+    of_run = [] if head is None else own(head.manifest, listed.saved)
     named = _find_named([*of_run, *listed.set_aside], request)
     return None if named is None else named.path
 
@@ -239,16 +229,16 @@ def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[str, str]) -> C
     """Find the start point of a run without checkpoints; None = initial weights."""
     load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
     if load_path is not None and is_address(load_path):
-        found = _find_in_store(load_path, config.folder, damaged)
+        start = _find_in_store(load_path, config.folder, damaged)
     elif load_path is None:
         if request is None:
             return None
-        found = find_newest(Path(request), damaged, RESUME)
+        start = find_newest(Path(request), damaged, RESUME)
     elif is_within(Path(load_path), config.folder) and _are_own(checkpoints_at(Path(load_path)), config.folder):
         return None  # a script may give one folder as both paths, for its first start and all later ones
     else:
-        found = find_newest(from_hub(load_path, MODEL_FILES, CheckpointError), damaged)
-    return replace(found, is_own=False, weights_only=found.weights_only or config.weights_only)
+        start = find_newest(from_hub(load_path, MODEL_FILES, CheckpointError), damaged)
+    return replace(start, is_own=False, weights_only=start.weights_only or config.weights_only)
 
 
 def _find_in_store(address: str, run: Path, damaged: Mapping[str, str]) -> CheckpointRef:
@@ -260,7 +250,7 @@ def _find_in_store(address: str, run: Path, damaged: Mapping[str, str]) -> Check
     listed = list_run(fetched, read_copies(address))
     if not listed.saved:
         raise CheckpointError(f"{LOAD_PATH}={place} holds no complete checkpoint")
-    return _as_start(*newest_good(listed.saved, damaged), LOAD_PATH, place)
+    return _checked(*newest_good(listed.saved, damaged), LOAD_PATH, place)
 
 
 def _are_own(paths: list[Path], run: Path) -> bool:
@@ -285,7 +275,7 @@ def find_newest(
             f"{flag}={source} holds no complete checkpoint: no {MANIFEST}, and none in a folder {CHECKPOINTS}/"
             f"{describe_other_weights(source)}"
         )
-    return _as_start(*newest_good([checkpoint_at(path) for path in paths[::-1]], damaged), flag, source)
+    return _checked(*newest_good([checkpoint_at(path) for path in paths[::-1]], damaged), flag, source)
 
 
 def checkpoints_at(source: Path) -> list[Path]:
@@ -295,19 +285,53 @@ def checkpoints_at(source: Path) -> list[Path]:
     return [checkpoint.path for checkpoint in reversed(checkpoints_of_run(run_of(source)))]
 
 
-def _as_start(found: Found | None, faults: Sequence[str], flag: str, source: Path | str) -> CheckpointRef:
-    """Return a checkpoint as a start point; raise a CheckpointError with the faults if there is none."""
-    if found is None:
+def newest_good(
+    checkpoints: Sequence[Checkpoint], damaged: Mapping[str, str] = MappingProxyType({})
+) -> tuple[CheckpointRef | None, list[str]]:
+    """Return a run's newest checkpoint without a known fault, and the faults of those that are newer.
+
+    Names and sizes of its files are those in the manifest.
+
+    Args:
+        checkpoints: the newest last, by the rule for one place.
+        damaged: known faults, by `CheckpointRef.source`.
+    """
+    faults = list[str]()
+    newest_first = checkpoints[::-1]
+    here = _first_good([(saved, saved.path) for saved in newest_first if saved.is_here], damaged, faults)
+    there = _first_good([(saved, saved.copy) for saved in newest_first if saved.copy is not None], damaged, faults)
+    both = [good for good in (here, there) if good is not None]
+    manifest = newest(*([good.manifest] if good is not None else [] for good in (here, there)))
+    for checkpoint in newest_first if both else ():
+        if checkpoint.kind is None and checkpoint.step > both[0].manifest.step:
+            _first_good([(checkpoint, checkpoint.path)], damaged, faults)
+    return next((good for good in both if good.manifest is manifest), None), faults
+
+
+def _first_good(
+    places: Iterable[tuple[Checkpoint, Path | Copy]], damaged: Mapping[str, str], faults: list[str]
+) -> CheckpointRef | None:
+    """Return the first checkpoint without a fault, in its folder or as a copy; add the faults of others to `faults`."""
+    for checkpoint, place in places:
+        try:
+            if str(place) in damaged:
+                raise CheckpointError(damaged[str(place)])
+            copy = place if isinstance(place, Copy) else None
+            manifest = read_manifest(checkpoint.path) if copy is None else copy.manifest
+            return CheckpointRef(checkpoint.path, manifest, weights_only=not manifest.data, copy=copy)
+        except CheckpointError as error:
+            faults.append(str(error))
+    return None
+
+
+def _checked(chosen: CheckpointRef | None, faults: Sequence[str], flag: str, source: Path | str) -> CheckpointRef:
+    """Return a checkpoint with the faults of newer ones; raise a CheckpointError with the faults if there is none."""
+    if chosen is None:
         lines = "\n".join(f"  {line}" for line in faults)
         raise CheckpointError(f"{flag}={source} holds no good checkpoint:\n{lines}\nRepair one, or give another {flag}")
-    copy = found.place if isinstance(found.place, Copy) else None
-    manifest = found.manifest
-    return CheckpointRef(
-        found.checkpoint.path, manifest, weights_only=not manifest.data, damaged=tuple(faults), copy=copy
-    )
+    return replace(chosen, damaged=tuple(faults))
 
 
 def is_within(path: Path, folder: Path) -> bool:
     """Return whether a path is a folder or below it, with links resolved."""
-    real = real_path(path)
-    return real_path(folder) in (real, *real.parents)
+    return real_path(path).is_relative_to(real_path(folder))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,14 +29,12 @@ import torch.distributed as dist
 from pretraining.checkpoint.chunks import CHUNK_BYTES, DTYPES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import MANIFEST, SHARD_SUFFIX, FileEntry, Manifest
-from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, temporary_name, unfinished_saves
+from pretraining.checkpoint.run_folder import distinct_name, remove_checkpoint, temporary_name, unfinished_saves
 from pretraining.checkpoint.stored_files import ChecksummedFile
 from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
-from pretraining.files import exists, flush_folder, reason_of, with_retries, write_flushed, writing_into
-
-log = logging.getLogger(__name__)
+from pretraining.files import exists, flush_folder, with_retries, write_flushed, writing_into
 
 # A process writes a file per thread: one file's checksum is computed while another is copied or flushed. Files have a
 # minimum size, below which creating them takes longer than filling them, and a maximum size.
@@ -89,21 +86,6 @@ def save_checkpoint(
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
         raise
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, renamed first so that a partly removed one is never read; warn if it fails.
-
-    A network file system may refuse while a file is open somewhere. The run continues, and the next save tries again.
-    """
-    try:
-        hidden = folder if folder.suffix == UNFINISHED_SUFFIX else folder.rename(temporary_name(folder))
-        if hidden.is_symlink():  # remove the link, not its target
-            hidden.unlink()
-        else:
-            shutil.rmtree(hidden)
-    except OSError as error:
-        log.warning("%s cannot be removed (%s): the next save tries again", folder, reason_of(error))
 
 
 def _make_temporary_folder(folder: Path, plan: Save) -> Path:

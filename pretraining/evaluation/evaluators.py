@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from pretraining.best import Measure
 from pretraining.config.plugins import load_plugin, plugin_errors
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
@@ -23,7 +24,6 @@ from pretraining.distributed.fsdp import reshard_model
 from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError
 from pretraining.observability.display import CUSTOM
-from pretraining.progress import BestBy
 
 VALUES = f"evaluation_{CUSTOM}"
 """Beginning of the names of values."""
@@ -74,7 +74,7 @@ class Evaluators:
             found |= numbers
         return found
 
-    def best_by(self, name: str) -> BestBy | None:
+    def best_by(self, name: str) -> Measure | None:
         """Return the choice of a number; None if no evaluator says on which side its numbers are better."""
         sides = {
             evaluator.larger_is_better
@@ -83,7 +83,7 @@ class Evaluators:
         }
         if len(sides) != 1:
             return None
-        return BestBy(name, bool(*sides), ",".join(self.evaluators), VALUES + name)
+        return Measure(name, VALUES + name, ",".join(self.evaluators), bool(*sides))
 
     def names(self) -> list[str]:
         """Return the names that `best_by` takes, as far as they are known."""

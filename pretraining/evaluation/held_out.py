@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pretraining.best import Best
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.durations import Duration
@@ -38,7 +39,7 @@ from pretraining.observability.collector import sum_over_ranks
 from pretraining.observability.display import CUSTOM
 from pretraining.observability.metrics import Metrics
 from pretraining.observability.observer import Observer
-from pretraining.progress import PENDING_EVALUATION, PENDING_TASKS, BestBy, Interval, Scores, TrainState
+from pretraining.progress import PENDING_EVALUATION, PENDING_TASKS, Interval, TrainState
 
 
 @dataclass(frozen=True)
@@ -211,69 +212,16 @@ def _weigh(
 
 
 @dataclass
-class EarlyStopping:
-    """Counter of evaluations without a new lowest loss; part of the evaluator's state in checkpoints.
-
-    Attributes:
-        limit: evaluations in a row that stop the run; 0 = never.
-        definition: of the evaluation sets of the loss (`definition_of`), or of `task`. A resume with another one resets
-            the counter.
-        best_loss: lowest loss so far, or lowest `BestBy.cost`.
-        in_a_row: evaluations since the lowest loss.
-        task: metric that decides in place of the loss; None = the loss does.
-    """
-
-    limit: int = 0
-    definition: str | None = None
-    best_loss: float | None = None
-    in_a_row: int = 0
-    task: BestBy | None = None
-
-    def count_evaluation(self, found: Scores, state: TrainState) -> None:
-        """Count an evaluation that decides, and stop the run at the limit; the same on every rank."""
-        loss = found.loss
-        if self.task is not None:
-            loss = None if found.task is None else self.task.cost(found.task)
-        if loss is None:
-            return
-        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
-            self.best_loss, self.in_a_row = loss, 0
-        else:
-            self.in_a_row += 1
-        self.stop_if_due(state)
-
-    def stop_if_due(self, state: TrainState) -> None:
-        """Stop the run if the limit is reached, possibly in an earlier invocation."""
-        if 0 < self.limit <= self.in_a_row:
-            wanted = "finite loss" if self.best_loss is None else f"loss below {self.best_loss:.4f}"
-            if self.task is not None:
-                best = "" if self.best_loss is None else f" than {self.task.cost(self.best_loss):.4f}"
-                wanted = f"better {self.task.name}{best}"
-            where = "the last evaluation" if self.in_a_row == 1 else f"{self.in_a_row} evaluations in a row"
-            state.end_early(f"no {wanted} in {where}, --early_stopping_evaluations={self.limit}")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-able; without a limit there is no counter."""
-        if not self.limit:
-            return {}
-        return {"definition": self.definition, "best_loss": self.best_loss, "in_a_row": self.in_a_row}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counter, if the checkpoint has one for the same sets."""
-        if "in_a_row" in state and state.get("definition") == self.definition:
-            self.best_loss, self.in_a_row = state["best_loss"], int(state["in_a_row"])
-
-
-@dataclass
 class Evaluator:
     """Evaluator on an interval and at the end of the run.
 
     Attributes:
         model, sources, device, should_stop, metrics, byte_lengths_V: as in `evaluate`.
         interval: evaluation interval; the run's last step is always evaluated.
+        loss: loss of the run, on the set `--best_by` or the mean over all sets.
+        best: number that decides which checkpoint is best and when the run stops early; possibly `loss` itself.
         evaluators: called after the sets; None = none.
         tasks: benchmark tasks, with an interval of their own; None = none.
-        best_by: set whose loss decides which checkpoint is best; None = the mean.
         sampler: generates text after each evaluation except the run's last; None = no text.
         evaluation_mode: returns a context that gives the model the weights to evaluate.
         pending, tasks_pending: whether an evaluation of the current weights is due and not done.
@@ -285,9 +233,9 @@ class Evaluator:
     interval: Interval
     observer: Observer
     should_stop: Callable[[], bool]
+    loss: Best
+    best: Best
     metrics: Metrics = field(default_factory=Metrics)
-    best_by: str | None = None
-    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     byte_lengths_V: Tensor | None = None
     sampler: TextSampler | None = None
     evaluation_mode: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -297,85 +245,81 @@ class Evaluator:
     tasks_interval: Interval = field(default_factory=lambda: Interval(Duration(0, "steps"), None))
     tasks_pending: bool = False
 
-    def maybe_run(self, state: TrainState) -> Scores | None:
-        """Evaluate if an evaluation is due or pending, first on the sets, then on the tasks; None = nothing was."""
+    def maybe_run(self, state: TrainState) -> bool:
+        """Evaluate if an evaluation is due or pending, first on the sets, then on the tasks; return whether one was."""
         if self._has_sets and (state.finished or self.interval.is_due(state)):
             self.pending = True
         if self.tasks is not None and (state.finished or self.tasks_interval.is_due(state)):
             self.tasks_pending = True
         return self.run_pending(state)
 
-    def run_pending(self, state: TrainState) -> Scores | None:
-        """Do the evaluations that are pending, until a stop is requested; None = nothing was evaluated."""
+    def run_pending(self, state: TrainState) -> bool:
+        """Do the evaluations that are pending, until a stop is requested; return whether one was done."""
         with self.evaluation_mode() if self.pending or self.tasks_pending else nullcontext():
-            of_sets, of_tasks = self._evaluate_sets(state), self._evaluate_tasks(state)
-            found = [each for each in (of_sets, of_tasks) if each is not None]
-            if not found:
-                return None
-            of_all = (next((each for each in part if each is not None), None) for part in zip(*found, strict=True))
-            scores = Scores(*of_all)
-            self.early_stopping.count_evaluation(scores, state)  # may finish the run, whose end generates the last text
-            if state.early_end and self.tasks is not None and of_tasks is None:
+            on_sets, on_tasks = self._evaluate_sets(state), self._evaluate_tasks(state)
+            if not on_sets and not on_tasks:
+                return False
+            self.best.stop_if_due(state)  # may finish the run, whose end generates the last text
+            if state.early_end and self.tasks is not None and not on_tasks:
                 self.tasks_pending = True  # the end of the run has come
                 self._evaluate_tasks(state)
             if self.sampler is not None and not state.finished and not state.preempted:
                 with self.observer.stopwatch.measure("evaluation"):
                     self.sampler.show(self.model, self.device, state.step, self.observer.events)
-        return scores
+        return True
 
     @property
     def _has_sets(self) -> bool:
         return bool(self.sources) or self.evaluators is not None
 
-    def _evaluate_sets(self, state: TrainState) -> Scores | None:
-        """Evaluate on the sets, and call the evaluators, if that is pending; None = it is not, or a stop came."""
+    def _evaluate_sets(self, state: TrainState) -> bool:
+        """Evaluate on the sets, and call the evaluators, if that is pending; False = it is not, or a stop came."""
         if not self.pending or state.preempted:
-            return None
-        loss, values, lines = None, dict[str, float](), list[str]()
+            return False
+        values, lines = dict[str, float](), list[str]()
         with self.observer.stopwatch.measure("evaluation"):
             if self.sources:
                 model, sources, device = self.model, self.sources, self.device
                 found = evaluate(model, sources, device, self.should_stop, self.metrics, self.byte_lengths_V)
                 if found is None:
-                    return None
-                loss, values, lines = found.numbers(self.best_by)["loss"], found.values(), found.lines()
+                    return False
+                values, lines = found.values(), found.lines()
             if self.evaluators is not None:
                 custom = self.evaluators.run(self.model, state.step, values)
                 values |= custom
                 lines += line_of(custom)
         self.pending = False
         self.observer.after_evaluation(state.progress, values, lines)
-        return Scores(loss, self._deciding(values, VALUES))
+        if self.sources:
+            self.loss.record(values[self.loss.measure.key], state.step)
+        decides = self.best.measure
+        if decides.key.startswith(VALUES):
+            if decides.key not in values:
+                there = ", ".join(name.removeprefix(VALUES) for name in values if name.startswith(VALUES))
+                raise ConfigError(f"--best_by={decides.name}: the evaluators return {there or 'nothing'}")
+            self.best.record(values[decides.key], state.step)
+        return True
 
-    def _deciding(self, values: Mapping[str, float], kind: str) -> float | None:
-        """Return the value that decides, NaN if it is no number; None if another kind of value decides."""
-        choice = self.early_stopping.task
-        if choice is None or not choice.key.startswith(kind):
-            return None
-        if kind == VALUES and choice.key not in values:
-            there = ", ".join(name.removeprefix(VALUES) for name in values if name.startswith(VALUES))
-            raise ConfigError(f"--best_by={choice.name}: the evaluators return {there or 'nothing'}")
-        return values.get(choice.key, math.nan)
-
-    def _evaluate_tasks(self, state: TrainState) -> Scores | None:
-        """Evaluate on the tasks, if that is pending; None = it is not, or a stop is requested."""
+    def _evaluate_tasks(self, state: TrainState) -> bool:
+        """Evaluate on the tasks, if that is pending; False = it is not, or a stop is requested."""
         if self.tasks is None or not self.tasks_pending or state.preempted:
-            return None
+            return False
         with self.observer.stopwatch.measure("evaluation"):
             found = self.tasks.evaluate(self.model, self.should_stop)
         if found is None:
-            return None
+            return False
         self.tasks_pending = False
         self.observer.after_evaluation(state.progress, found.values, found.lines)
-        return Scores(None, self._deciding(found.values, NAME))
+        if self.best.measure.key.startswith(NAME):
+            self.best.record(found.values.get(self.best.measure.key, math.nan), state.step)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
         of_tasks = {PENDING_TASKS: True} if self.tasks_pending else {}
-        return {PENDING_EVALUATION: self.pending, **of_tasks, **self.early_stopping.state_dict()}
+        return {PENDING_EVALUATION: self.pending, **of_tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state."""
         self.pending = self._has_sets and bool(state[PENDING_EVALUATION])
         self.tasks_pending = self.tasks is not None and bool(state.get(PENDING_TASKS))
-        self.early_stopping.load_state_dict(state)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from pretraining.best import Measure
 from pretraining.config.training import EvaluationConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import load_fitting_tokenizer
@@ -19,7 +20,6 @@ from pretraining.distributed.processes import Processes, on_every_rank, on_rank_
 from pretraining.errors import ConfigError
 from pretraining.evaluation.scoring import Score, Scorer
 from pretraining.observability.display import TASK
-from pretraining.progress import BestBy
 
 if TYPE_CHECKING:
     from pretraining.evaluation.harness import Harness
@@ -66,7 +66,7 @@ class Tasks:
 
         return self.scorer.serve(model, ask, should_stop)
 
-    def best_by(self, name: str) -> BestBy | None:
+    def best_by(self, name: str) -> Measure | None:
         """Return the choice of a `<task>/<metric>`; None if no task has it.
 
         Raises:
@@ -79,7 +79,7 @@ class Tasks:
             raise ConfigError(f"--best_by={name}: lm-eval does not say whether larger values are better: take another")
         facts = self.rehearsal.definitions[name.rpartition("/")[0]]
         digest = hashlib.sha256(json.dumps([name, facts], sort_keys=True).encode()).hexdigest()[:16]
-        return BestBy(name, larger_is_better, digest, NAME + name)
+        return Measure(name, NAME + name, digest, larger_is_better)
 
     def names(self) -> list[str]:
         """Return the names that `best_by` takes."""

@@ -26,7 +26,6 @@ from pretraining.checkpoint.completeness import check_finite
 from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.hf_import import origin_file
 from pretraining.checkpoint.manifest import AVERAGE, EVALUATION_SETS_STATE, Manifest, check_same_model, shape_of
-from pretraining.checkpoint.own_checkpoints import newest_good
 from pretraining.checkpoint.reader import open_whole_model, read_tensor
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
@@ -36,7 +35,7 @@ from pretraining.checkpoint.run_folder import (
     checkpoints_of_run,
     run_of,
 )
-from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at, find_newest
+from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at, find_newest, newest_good
 from pretraining.config.recipe_files import RUN_CONFIG_FILE, dump_config
 from pretraining.config.run_recipe import comment_of_start
 from pretraining.config.training import CheckpointConfig

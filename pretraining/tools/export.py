@@ -300,14 +300,14 @@ def _escape(text: str) -> str:
 def _training_facts(manifest: Manifest, settings: TrainConfig) -> dict[str, str]:
     data, optimizer, schedule = settings.data, settings.optimizer, settings.schedule.schedule
     losses = {"training loss": manifest.loss, "held-out loss": manifest.evaluation_of_step}
-    value = manifest.best_by.get("value")
+    value, (name, _) = manifest.metric_of_step, manifest.decided_by
     batch = f"{manifest.global_batch_size:,} sequences of {data.seq_length:,} tokens"
     weights = manifest.data["phases"][-1]["weights"]
     shares = {name: weight / (sum(weights.values()) or 1) for name, weight in weights.items()}
     return {
         "length": f"{manifest.step:,} steps of {batch}, {manifest.tokens_seen:,} tokens in all",
         **{name: f"{loss:.4f} nats per token" for name, loss in losses.items() if loss is not None},
-        **({} if value is None else {"chosen by": f"{manifest.best_by['name']} {value:.4f}"}),
+        **({} if value is None else {"chosen by": f"{name} {value:.4f}"}),
         "optimizer": f"{optimizer.optimizer}, learning rate {optimizer.peak_learning_rate:g}, {schedule}",
         "data, by weight": ", ".join(f"{name} {share:.2%}" for name, share in shares.items()),
     }

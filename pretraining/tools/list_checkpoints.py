@@ -10,16 +10,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pretraining.checkpoint.branches import is_given_up
-from pretraining.checkpoint.forms import read_manifest
-from pretraining.checkpoint.own_checkpoints import list_run, newest_good
+from pretraining.checkpoint.own_checkpoints import list_run
 from pretraining.checkpoint.run_folder import (
     BEST,
     CHECKPOINTS,
     checkpoints_set_aside,
     committed_checkpoints,
+    read_manifest,
     run_of,
     unfinished_saves,
 )
+from pretraining.checkpoint.start_point import newest_good
 from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_address, is_folder, real_path
 from pretraining.launch.terminal import print_text

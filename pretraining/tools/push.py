@@ -6,10 +6,11 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from pretraining.checkpoint.branches import is_given_up
+from pretraining.checkpoint.branches import identity_of, is_given_up
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.mirror import Mirror, TakenOverError, list_copies
-from pretraining.checkpoint.own_checkpoints import list_run, newest_good
+from pretraining.checkpoint.own_checkpoints import list_run
+from pretraining.checkpoint.start_point import newest_good
 from pretraining.config.recipe_files import RUN_CONFIG_FILE, load_config
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import is_address
@@ -45,26 +46,26 @@ def push(config: PushConfig) -> None:
         listed = list_run(run, list_copies(settings))
         newest, _ = newest_good(listed.saved)
         readable = [checkpoint for checkpoint in listed.saved if checkpoint.kind is not None]
-        ahead = [] if newest is None or newest.checkpoint.is_here else [newest.checkpoint]
-        given_up = [each for each in readable if newest is not None and is_given_up(each, newest.manifest)]
-        unlike = [*ahead, *given_up]
-        if unlike:
-            names = list_some([checkpoint.path.name for checkpoint in unlike], 4)
+        here = {identity_of(checkpoint) for checkpoint in readable if checkpoint.is_here}
+        ahead = [] if newest is None or identity_of(newest.manifest) in here else [newest.path]
+        given_up = [each.path for each in readable if newest is not None and is_given_up(each, newest.manifest)]
+        if unlike := [*ahead, *given_up]:
+            names = list_some([path.name for path in unlike], 4)
             raise CheckpointError(
                 f"holds other checkpoints than {store}, where the run has continued: {names}. Start the run to fetch "
                 "them",
                 path=run,
             )
-        here = [checkpoint.path for checkpoint in listed.saved if checkpoint.is_here]
+        paths = [checkpoint.path for checkpoint in listed.saved if checkpoint.is_here]
         mirror, copied, faults = Mirror(settings, listed.run_id), 0, list[str]()
-        for path in here:
+        for path in paths:
             try:
                 copied += _copy_if_missing(path, mirror)
             except TakenOverError:
                 raise
             except CheckpointError as error:
                 faults.append(str(error))
-        print_text(f"{count_of(copied, 'checkpoint')} copied, {len(here) - len(faults)} are in {store}")
+        print_text(f"{count_of(copied, 'checkpoint')} copied, {len(paths) - len(faults)} are in {store}")
         if faults:
             raise CheckpointError(
                 f"{count_of(len(faults), 'checkpoint')} not copied:\n  " + "\n  ".join(faults), path=run

@@ -26,9 +26,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import Manifest
-from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE, checkpoints_of_run, run_of
+from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE, checkpoints_of_run, read_document, run_of
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.recipe_files import RUN_CONFIG_FILE, settings_in
 from pretraining.config.settings_files import read_text

@@ -21,11 +21,17 @@ from typing import NamedTuple
 import numpy as np
 
 from pretraining.checkpoint.completeness import tensor_faults
-from pretraining.checkpoint.forms import misnamed_files, read_document
 from pretraining.checkpoint.headers import read_headers
 from pretraining.checkpoint.manifest import MANIFEST, shape_of
 from pretraining.checkpoint.reader import file_faults
-from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, run_of, unfinished_saves
+from pretraining.checkpoint.run_folder import (
+    CHECKPOINTS,
+    committed_checkpoints,
+    misnamed_files,
+    read_document,
+    run_of,
+    unfinished_saves,
+)
 from pretraining.checkpoint.start_point import checkpoints_at
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets, prepared_folders

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from pretraining.best import Best
 from pretraining.checkpoint.branches import Branches
 from pretraining.checkpoint.chunks import tensor_state
 from pretraining.checkpoint.hf_import import record_origin
@@ -22,6 +23,8 @@ from pretraining.checkpoint.manifest import (
     EVALUATION_SETS_STATE,
     EVALUATION_STATE,
     GUARDS_STATE,
+    LOSS_STATE,
+    METRIC_STATE,
     SCHEDULE_STATE,
     TRACKERS_STATE,
     Stateful,
@@ -45,7 +48,7 @@ from pretraining.distributed.processes import Processes, on_every_rank, on_rank_
 from pretraining.distributed.replica_check import Replicas
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import DamagedError
-from pretraining.evaluation.held_out import EarlyStopping, Evaluator
+from pretraining.evaluation.held_out import Evaluator
 from pretraining.files import writing_into
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.init import initialize_parameters, parameter_name
@@ -239,11 +242,14 @@ def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
     states: dict[str, Stateful] = {
         GUARDS_STATE: guards,
         EVALUATION_STATE: evaluator,
+        LOSS_STATE: evaluator.loss,
         SCHEDULE_STATE: plan.learning_rate,
         EVALUATION_SETS_STATE: plan.evaluation.record,
         REPORT_STATE: context.collector,
         TRACKERS_STATE: observer.trackers,
     }
+    if evaluator.best is not evaluator.loss:
+        states[METRIC_STATE] = evaluator.best
     if context.spikes is not None:
         states["spikes"] = context.spikes
     if context.scaler is not None:
@@ -251,11 +257,11 @@ def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
     if config.optimizer.optimizer not in OPTIMIZERS:
         states[OPTIMIZER_STATE] = OptimizerRecord(context.optimizer, plan.loads_optimizer)
     try:
-        checkpoints = _build_checkpoints(plan, context, states, observer, job)
+        checkpoints = _build_checkpoints(plan, context, states, evaluator, job)
     except DamagedError:
         observer.trackers.close()  # the next try opens them again
         raise
-    evaluator.early_stopping.stop_if_due(state)
+    evaluator.best.stop_if_due(state)
     folder = Path(config.checkpoint.ckpt_save_path or "")  # a run without a folder cannot profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
     return Run(
@@ -330,7 +336,9 @@ def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, even
 def _build_evaluator(
     plan: Plan, context: StepContext, observer: Observer, should_stop: Callable[[], bool]
 ) -> Evaluator:
-    evaluation, opened = plan.config.evaluation, plan.opened
+    evaluation, opened, metric = plan.config.evaluation, plan.opened, plan.evaluation.metric
+    limit = evaluation.early_stopping_evaluations
+    loss = Best(plan.evaluation.loss, limit if metric is None else 0)
     table_V = byte_lengths(plan.config, plan.processes, plan.shape.vocab_size) if plan.evaluation.sources else None
     return Evaluator(
         model=context.model.module,
@@ -345,12 +353,8 @@ def _build_evaluator(
             evaluation.eval_interval if evaluation.eval_tasks_interval is None else evaluation.eval_tasks_interval,
             plan.training_tokens,
         ),
-        best_by=plan.best_set,
-        early_stopping=EarlyStopping(
-            evaluation.early_stopping_evaluations,
-            plan.best_definition if plan.best_task is None else plan.best_task.definition,
-            task=plan.best_task,
-        ),
+        loss=loss,
+        best=loss if metric is None else Best(metric, limit),
         byte_lengths_V=table_V,
         metrics=context.collector.metrics,
         sampler=opened.sampler if evaluation.sample_at_evaluations else None,
@@ -362,7 +366,7 @@ def _build_checkpoints(
     plan: Plan,
     context: StepContext,
     states: Mapping[str, Stateful],
-    observer: Observer,
+    evaluator: Evaluator,
     job: Job,
 ) -> CheckpointManager:
     config, status, saver, mirror = plan.config, job.status, None, None
@@ -386,12 +390,12 @@ def _build_checkpoints(
         manifest,
         plan.loader,
         states,
-        observer,
+        evaluator.observer,
+        evaluator.loss,
+        evaluator.best,
         plan.training_tokens,
         mirror,
         mirror_wait_seconds=MIRROR_WAIT_SHARE * (config.guard.hang_timeout.amount or MIRROR_WAIT_SECONDS),
-        definition=plan.best_definition,
-        task=plan.best_task,
     )
     if plan.restored is not None:
         checkpoints.restore(plan.restored)

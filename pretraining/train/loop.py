@@ -63,8 +63,8 @@ def train_loop(run: Run) -> None:
             state.advance(earlier_seconds + agreed.seconds, agreed.stop)
             run.observer.after_step(state, outcome)
             run.guards.after_step(state, outcome)
-            scores = run.evaluator.maybe_run(state)
-            run.checkpoints.maybe_save(state, scores)
+            is_evaluated = run.evaluator.maybe_run(state)
+            run.checkpoints.maybe_save(state, is_evaluated=is_evaluated)
             run.garbage.after_step(state)
             run.profiler.after_step(state)
         run.checkpoints.finish(state)
@@ -72,5 +72,5 @@ def train_loop(run: Run) -> None:
 
 def _finish_pending_evaluation(run: Run) -> None:
     """Run the evaluations that the previous start stopped before."""
-    if (scores := run.evaluator.run_pending(run.state)) is not None:
-        run.checkpoints.maybe_save(run.state, scores)
+    if run.evaluator.run_pending(run.state):
+        run.checkpoints.maybe_save(run.state, is_evaluated=True)

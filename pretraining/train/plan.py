@@ -25,9 +25,9 @@ from pretraining.distributed.dims import Dims
 from pretraining.distributed.processes import Processes
 from pretraining.durations import TokenSchedule
 from pretraining.errors import ConfigError, DamagedError
-from pretraining.evaluation.held_out import EvaluationRecord, definition_of
+from pretraining.evaluation.held_out import EvaluationRecord
 from pretraining.optim.schedules import LearningRate, build_learning_rate
-from pretraining.progress import BestBy, Progress, TrainState
+from pretraining.progress import Progress, TrainState
 from pretraining.train.opening import Opened
 from pretraining.train.plan_evaluation import EvaluationPlan, plan_evaluation
 
@@ -98,25 +98,6 @@ class Plan:
     def data(self) -> OpenedDatasets | None:
         """Training datasets; None for dummy data."""
         return self.opened.data.training
-
-    @property
-    def best_task(self) -> BestBy | None:
-        """Metric of a task or number of an evaluator that decides which checkpoint is best; None = the loss decides."""
-        name = self.config.evaluation.best_by
-        if name is None or any(name in source.sets for source in self.evaluation.sources):
-            return None
-        found = (each.best_by(name) for each in (self.opened.tasks, self.opened.evaluators) if each is not None)
-        return next((each for each in found if each is not None), None)
-
-    @property
-    def best_set(self) -> str | None:
-        """Evaluation set whose loss counts; None = the mean over all sets."""
-        return None if self.best_task is not None else self.config.evaluation.best_by
-
-    @property
-    def best_definition(self) -> str | None:
-        """Definition of the evaluation sets whose loss counts."""
-        return definition_of(self.evaluation.sources, self.best_set)
 
     @property
     def restored(self) -> CheckpointRef | None:

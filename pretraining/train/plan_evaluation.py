@@ -8,11 +8,12 @@ determine them: they are the definition of the set.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from pretraining.best import Measure
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig
 from pretraining.config.variants import resolve_shape
@@ -21,7 +22,7 @@ from pretraining.data.evaluation_sets import EvaluationFolder
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets, Samples
 from pretraining.errors import ConfigError
-from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
+from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource, definition_of
 from pretraining.train.open_data import batch_opener
 from pretraining.train.opening import Opened
 
@@ -41,12 +42,16 @@ class EvaluationPlan:
     """Evaluation sets of a run.
 
     Attributes:
+        loss: loss on the set that `--best_by` names, else the mean over all sets.
+        metric: metric of a task or number of an evaluator that decides which checkpoint is best; None = the loss does.
         record: for the run's checkpoints.
         notes: lines to log.
     """
 
-    sources: list[EvaluationSource] = field(default_factory=list)
-    record: EvaluationRecord = field(default_factory=EvaluationRecord)
+    sources: list[EvaluationSource]
+    loss: Measure
+    metric: Measure | None
+    record: EvaluationRecord
     notes: tuple[str, ...] = ()
 
 
@@ -78,9 +83,11 @@ def plan_evaluation(opened: Opened, batch: BatchSizes, first: EvaluationRecord) 
         planned.append(held_out)
     planned += [_folder_source(opened, folder, datasets, open_loader) for folder, datasets in opened.data.folders]
     counts = {name: count for part in planned for name, count in part.counts.items()}
-    _check_best_by(opened, counts)
+    sources = [part.source for part in planned]
+    metric = _deciding_metric(opened, counts)
+    loss = _loss_measure(sources, opened.config.evaluation.best_by if metric is None else None)
     if not planned:
-        return EvaluationPlan(record=first)
+        return EvaluationPlan(sources, loss, metric, first)
     notes = [
         f"evaluation set {name} gets none of the {sequences} sequences of an evaluation, so it has no scores"
         for name, count in counts.items()
@@ -88,7 +95,7 @@ def plan_evaluation(opened: Opened, batch: BatchSizes, first: EvaluationRecord) 
     ]
     if sequences != asked:
         notes.append(f"evaluations read {sequences} sequences, as since the first start, not {asked} (--eval_batches)")
-    return EvaluationPlan([part.source for part in planned], EvaluationRecord(sequences, weights), tuple(notes))
+    return EvaluationPlan(sources, loss, metric, EvaluationRecord(sequences, weights), tuple(notes))
 
 
 def _held_out_source(
@@ -125,18 +132,30 @@ def _definition(config: DataConfig, samples: Samples, sequences: int) -> dict[st
     }
 
 
-def _check_best_by(opened: Opened, counts: dict[str, int]) -> None:
-    """Raise a ConfigError unless `--best_by` names a set with sequences, or a number of a task or an evaluator."""
+def _loss_measure(sources: Sequence[EvaluationSource], best_by: str | None) -> Measure:
+    """Return the loss on an evaluation set; None = the mean over all sets."""
+    key = "evaluation_loss" if best_by is None else f"evaluation_loss/{best_by}"
+    return Measure("loss", key, definition_of(sources, best_by))
+
+
+def _deciding_metric(opened: Opened, counts: dict[str, int]) -> Measure | None:
+    """Return the number of a task or an evaluator that `--best_by` names; None = the loss decides.
+
+    Raises:
+        ConfigError: it names neither a set with sequences nor a number.
+    """
     evaluation = opened.config.evaluation
     best_by = evaluation.best_by
-    deciders = [each for each in (opened.tasks, opened.evaluators) if each is not None]
+    deciders = [decider for decider in (opened.tasks, opened.evaluators) if decider is not None]
     if best_by is None or counts.get(best_by):
-        return
+        return None
     if best_by in counts or not deciders:
         raise ConfigError(
             f"--best_by={best_by} gets no sequence of --eval_batches={evaluation.eval_batches} batches; the "
             f"evaluation sets are {', '.join(counts)}"
         )
-    if all(decider.best_by(best_by) is None for decider in deciders):
-        there = [*counts, *(name for decider in deciders for name in decider.names())]
-        raise ConfigError(f"--best_by={best_by} is none of what evaluations find: {', '.join(there)}")
+    for decider in deciders:
+        if (metric := decider.best_by(best_by)) is not None:
+            return metric
+    there = [*counts, *(name for decider in deciders for name in decider.names())]
+    raise ConfigError(f"--best_by={best_by} is none of what evaluations find: {', '.join(there)}")

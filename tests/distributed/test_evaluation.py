@@ -46,7 +46,7 @@ def test_all_processes_stop_early_together_and_stay_stopped(data: Path, tmp_path
     train_runs(2, data, [[*flags(data), *more, f"ckpt_save_path={tmp_path}"]] * 2)
     status = json.loads((tmp_path / "run_status.json").read_text())
     assert (status["status"], status["step"], status["starts"]) == ("finished", 4, 2)
-    assert status["reason"].startswith("4 of 9 steps are done: stopped early, no loss below")
+    assert status["reason"].startswith("4 of 9 steps are done: stopped early, no better loss than")
     assert "in the last evaluation, --early_stopping_evaluations=1" in status["reason"]
 
 

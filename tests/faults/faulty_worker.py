@@ -305,7 +305,7 @@ def limit_file_size(limit_bytes: int) -> None:
 
 def work_in_own_folder(root: str) -> None:
     """Each rank works in a folder of its own, as on a node with its own disk."""
-    lease.SHARED_SECONDS = 0
+    lease.SHARED_SECONDS = 1
     os.chdir(Path(root, RANK))
 
 

@@ -34,7 +34,7 @@ FAULTS = {
     ],
     "faults/test_rollback.py": [
         "lasting divergence",
-        "killed in or after a rollback, also if the newest checkpoint has the count of skipped steps at its limit",
+        "killed in or after a rollback",
         "a rollback, or skipped samples, at the border of two phases",
     ],
     "faults/test_data_faults.py": [
@@ -61,9 +61,7 @@ FAULTS = {
     "distributed/test_train_script.py": ["the script of the job is killed"],
     "unit/checkpoint/test_lease.py": ["a lease with a wrong clock, or of another boot"],
     "unit/checkpoint/test_retention.py": ["files and copies of the user among checkpoints, and beside their files"],
-    "unit/checkpoint/test_own_checkpoints.py": [
-        "the same, and retention has removed from the mirror what the run returned from"
-    ],
+    "unit/checkpoint/test_own_checkpoints.py": ["the same, and the mirror no longer holds what the run gave up"],
     "unit/data/storage/test_stored_data.py": [
         "a store with the data fails, is slow or cuts; an object is replaced; the disk of its cache is full or damaged"
     ],

@@ -16,7 +16,7 @@ ROWS = (
     ("errors",),
     ("durations",),
     ("files", "progress", "text", "context_group"),
-    ("object_store",),
+    ("object_store", "best"),
     ("config", "launch"),
     ("estimate",),
     ("model", "data", "distributed"),

@@ -54,7 +54,7 @@ from pretraining.launch.layout import ProcessLayout, free_port
 from pretraining.model.init import initialize_parameters
 from pretraining.optim.registry import build_optimizer
 from pretraining.optim.state import materialise_state
-from pretraining.progress import Scores, TrainState
+from pretraining.progress import TrainState
 from pretraining.tools.average import average
 from pretraining.tools.command_settings import AverageConfig
 from pretraining.train.build import build_model
@@ -287,10 +287,10 @@ def _blocked_seconds(folder: Path, config: TrainConfig, processes: Processes, as
         run = start_run(replace(config, checkpoint=checkpoint, run=length), processes)
         maybe_save = run.checkpoints.maybe_save
 
-        def timed(state: TrainState, scores: Scores | None) -> None:
+        def timed(state: TrainState, *, is_evaluated: bool) -> None:
             synchronize()
             began = time.perf_counter()
-            maybe_save(state, scores)
+            maybe_save(state, is_evaluated=is_evaluated)
             waited.append(time.perf_counter() - began)
 
         run.checkpoints.maybe_save = timed  # type: ignore[method-assign]

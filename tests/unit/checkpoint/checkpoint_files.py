@@ -12,7 +12,7 @@ import torch
 from tiny_shape import TINY_SHAPE
 
 from pretraining.checkpoint.chunks import Chunk
-from pretraining.checkpoint.manifest import EVALUATION_OF_STEP, MANIFEST, RUN_STATE, FileEntry, Manifest
+from pretraining.checkpoint.manifest import LOSS_STATE, MANIFEST, FileEntry, Manifest
 from pretraining.checkpoint.pt_files import write_full
 from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.config.recipe_files import dump_config
@@ -54,7 +54,7 @@ def manifest_of(shape: LlamaShape, step: int = 3, **changes: Any) -> Manifest:
         "global_batch_size": 4,
         "world": {"processes": 3, "sharding_strategy": "fsdp"},
         "model": asdict(shape),
-        "state": {RUN_STATE: {EVALUATION_OF_STEP: 2.75}},
+        "state": {LOSS_STATE: {"value": 2.75, "step": step}},
     }
     manifest = Manifest(step=step, tokens_seen=step * 100, seconds=1.5, config=settings_of(shape), **more)
     return replace(manifest, **changes)

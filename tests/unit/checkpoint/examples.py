@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from unit.checkpoint import checkpoint_files
 
 from pretraining.checkpoint.branches import Branch, Branches
-from pretraining.checkpoint.forms import read_document
-from pretraining.checkpoint.manifest import RUN_STATE, FileEntry, Manifest
+from pretraining.checkpoint.manifest import LOSS_STATE, RUN_STATE, FileEntry, Manifest
 from pretraining.checkpoint.reader import load_tensors
-from pretraining.checkpoint.run_folder import checkpoint_path
+from pretraining.checkpoint.run_folder import checkpoint_path, read_document
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import ModelConfig
 from pretraining.config.variants import resolve_shape
@@ -37,18 +35,16 @@ def manifest_of(
         "counts": {"a": [[8, 12]]},
         "skipped": [list(each) for each in skipped],
     }
-    losses = {"loss": None, "evaluation_loss": evaluation_loss, "best_evaluation_loss": None}
-    world = {"processes": 1, "sharding_strategy": "fsdp"}
-    changes = {
-        "tokens_seen": step * 10,
-        "kind": kind,
-        "data": data,
-        "files": files or {},
-        "config": "",
-        "state": {},
-        **losses,
-    }
-    return checkpoint_files.manifest_of(SHAPE, step, world=world, **changes)
+    return Manifest(
+        step=step,
+        tokens_seen=step * 10,
+        kind=kind,
+        evaluation_loss=evaluation_loss,
+        data=data,
+        global_batch_size=4,
+        model=asdict(SHAPE),
+        files=files or {},
+    )
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -71,8 +67,8 @@ def save(
     folder = checkpoint_path(run, step)
     folder = folder.with_name(folder.name + (".preempt" if kind == "preempt" else ""))
     manifest = manifest_of(step, kind=kind, evaluation_loss=evaluation_loss, skipped=skipped)
-    record = {"id": "a run", "branches": branches, "evaluation_loss": evaluation_loss}
-    manifest = replace(manifest, state={RUN_STATE: record})
+    state = {RUN_STATE: {"id": "a run", "branches": branches}, LOSS_STATE: {"value": evaluation_loss, "step": step}}
+    manifest = replace(manifest, state=state)
     save_checkpoint(folder, plan_save(tensors(float(step))), manifest)
     return folder
 

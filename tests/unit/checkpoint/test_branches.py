@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
+from unit.checkpoint.true_history import TrueHistory
 
 from pretraining.checkpoint.branches import (
     Branch,
@@ -29,9 +30,6 @@ class Saved(NamedTuple):
 
     step: int
     branches: Branches
-
-
-Identity = tuple[str, int]
 
 
 @dataclass
@@ -56,29 +54,14 @@ class Place:
         self.saved |= {again}
 
 
-@dataclass
-class Start:
-    """A start that trains: what it gave up, and the returns that it knew of."""
-
-    is_return: bool
-    gave_up: set[Identity]
-    known: set[str]
-
-
 class History:
-    """A random history, and what is true of it.
-
-    Attributes:
-        parent: of each checkpoint, the one that it was trained from.
-        counts: of what went wrong.
-    """
+    """A random history, and how often what went wrong."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._disks = {"a": Place(), "b": Place()}
         self._store = Place()
-        self.parent: dict[Identity, Identity | None] = {}
-        self.starts: dict[str, Start] = {}
+        self._truth = TrueHistory()
         self.counts: Counter[str] = Counter()
 
     def run(self) -> Counter[str]:
@@ -100,7 +83,7 @@ class History:
     def _start(self, disk: str, *, is_mirrored: bool, is_copied: bool) -> None:
         here, there = self._disks[disk], self._store if is_mirrored else Place()
         head = newest(here.saved, there.saved)
-        if head is None and (here.saved or there.saved or self.starts):
+        if head is None and (here.saved or there.saved or self._truth.starts):
             return
         if head is not None:
             self._check(head, here, there)
@@ -143,14 +126,11 @@ class History:
         step = 0 if start is None else start.step
         lineage = begin_branch(start, step, known, above=here.above, is_plain=is_plain, seen=seen)
         here.above = lineage[-1].number
-        line = self._line(None if start is None else identity_of(start))
-        visible = {identity_of(point) for point in here.saved | there.saved}
-        returns = set().union(*(self._returns_of(identity) for identity in visible))
-        self.starts[lineage[-1].id] = Start(not is_plain, set() if is_plain else visible - {*line}, returns)
+        self._truth.begin(lineage[-1].id, start, here.saved | there.saved, is_return=not is_plain)
         return lineage
 
     def _save(self, point: Saved, parent: Saved | None) -> Saved:
-        self.parent[identity_of(point)] = None if parent is None else identity_of(parent)
+        self._truth.parent[identity_of(point)] = None if parent is None else identity_of(parent)
         return point
 
     def _retain(self, place: Place, head: Saved) -> None:
@@ -158,28 +138,8 @@ class History:
         older = sorted(own(head, place.saved), key=age_in_place)[:-2]
         place.saved -= {point for point in older if self._random.random() < 0.7}
 
-    def _line(self, identity: Identity | None) -> list[Identity]:
-        line = list[Identity]()
-        while identity is not None:
-            line.append(identity)
-            identity = self.parent[identity]
-        return line
-
-    def _returns_of(self, identity: Identity) -> set[str]:
-        return {branch for branch, _ in self._line(identity) if self.starts[branch].is_return}
-
-    def _is_given_up(self, identity: Identity, by: str) -> bool:
-        """Return whether a return gave up a checkpoint, or one before it, and nobody who knew that took it back."""
-        for each in self._line(identity):
-            start = self.starts[each[0]]
-            if start.is_return and by in start.known:
-                return False
-            if each in self.starts[by].gave_up:
-                return True
-        return False
-
     def _check(self, head: Saved, here: Place, there: Place) -> None:
-        identity, line = identity_of(head), self._line(identity_of(head))
+        identity, line = identity_of(head), self._truth.ancestors(identity_of(head))
         strangers = [point for point in own(head, here.saved | there.saved) if identity_of(point) not in line]
         self.counts["own, and not trained from"] += bool(strangers)
         branches = {branch.id for branch in head.branches}  # of others, no place that a start saw held a checkpoint
@@ -188,15 +148,10 @@ class History:
         self.counts["trained from, and not own"] += bool(lost)
         mirrored = max(there.saved, key=age_in_place, default=None)
         local = max(here.saved, key=age_in_place, default=None)
-        for point in (mirrored, local):
-            for by in set() if point is None else self._returns_of(identity_of(point)):
-                if point is mirrored and self._is_given_up(identity, by):
-                    self.counts["given up, as the mirror says"] += 1
-                if point is local and identity in self.starts[by].gave_up and self._is_given_up(identity, by):
-                    self.counts["given up, as the folder says"] += 1
+        self.counts.update(self._truth.gives_up(identity, mirrored, local))
         for point in here.saved | there.saved:
-            between = {*self._line(identity_of(point))} ^ {*line}
-            if point.step > head.step and not any(self.starts[branch].is_return for branch, _ in between):
+            between = {*self._truth.ancestors(identity_of(point))} ^ {*line}
+            if point.step > head.step and not any(self._truth.starts[branch].is_return for branch, _ in between):
                 self.counts["more steps that nobody gave up"] += 1
                 break
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from helpers import PATIENCE_SECONDS
 from unit.checkpoint.examples import load, manifest_of, tensors
 
+from pretraining.best import Best, Measure
 from pretraining.checkpoint import saver as saver_module
 from pretraining.checkpoint.chunks import Chunk
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manager import CheckpointManager
-from pretraining.checkpoint.manifest import Manifest, Stateful
-from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
+from pretraining.checkpoint.manifest import LOSS_STATE, Manifest, Stateful
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints, read_document
 from pretraining.checkpoint.saver import Saver, Staging
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.checkpoint.writer import SavePlan, WriteItem, plan_save
@@ -33,7 +33,7 @@ from pretraining.errors import CheckpointError
 from pretraining.observability.events import Events
 from pretraining.observability.throughput import Stopwatch
 from pretraining.optim.optimizer import update
-from pretraining.progress import Interval, Progress, Scores, TrainState
+from pretraining.progress import Interval, Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -76,7 +76,11 @@ class Run:
         self.parameters = {name: torch.nn.Parameter(value) for name, value in tensors(0.0).items()}
         self.saver = Saver(settings, self.parameters, torch.optim.SGD(self.parameters.values()))
         observer: Any = SimpleNamespace(stopwatch=Stopwatch(), events=Events(), last_loss=None)
-        self.manager = CheckpointManager(settings, self.saver, manifest_of(0), Position(), states or {}, observer)
+        self.loss = Best(Measure("loss", "evaluation_loss", "sets"))
+        parts = {LOSS_STATE: self.loss, **(states or {})}
+        self.manager = CheckpointManager(
+            settings, self.saver, manifest_of(0), Position(), parts, observer, self.loss, self.loss
+        )
         start = CheckpointRef(folder, restored, is_own=False) if restored else own
         if start is not None:
             self.manager.restore(start)
@@ -92,7 +96,12 @@ class Run:
         self.state.advance(0.0)
         for parameter in self.parameters.values():
             parameter.data.fill_(self.state.step)
-        self.manager.maybe_save(self.state, None if loss is None else Scores(loss))
+        self.save(loss)
+
+    def save(self, loss: float | None = None) -> None:
+        if loss is not None:
+            self.loss.record(loss, self.state.step)
+        self.manager.maybe_save(self.state, is_evaluated=loss is not None)
 
     def steps(self, count: int) -> None:
         self.state.stop_step = self.state.step + count
@@ -176,7 +185,7 @@ def test_a_signal_or_a_pending_evaluation_changes_no_kind(tmp_path: Path, settin
     second = Run(tmp_path, settings, own=CheckpointRef(path, read_document(path)))
     second.state.progress = second.state.before = first.state.progress
     with second.training():
-        second.manager.maybe_save(second.state, Scores(2.0))  # as in the loop, before the first step
+        second.save(2.0)  # as in the loop, before the first step
         found = second.manifest("step_2_ckp")
         assert (found.kind, found.evaluation_loss) == ("interval", 2.0) and second.best == "step_2_ckp"
         for loss in (None, 1.0):
@@ -240,7 +249,7 @@ def test_states_of_components_are_restored_and_missing_or_unknown_ones_are_no_er
         counter.count = 7
         run.step()
     manifest = run.manifest("step_1_ckp")
-    assert manifest.state == {"counter": {"count": 7}, "run": {"evaluation_loss": None}}
+    assert manifest.state == {"counter": {"count": 7}}
     restored, new = Counter(), Counter()
     more = replace(manifest, state={**manifest.state, "gone": {"a": 1}})
     Run(tmp_path, states={"counter": restored, "new": new}, restored=more)
@@ -266,15 +275,6 @@ class Gate:
         self._save(*args, **more)
 
 
-def step_until(run: Run, condition: Callable[[], bool]) -> None:
-    """The saving thread ends at some time while steps continue."""
-    for _ in range(10**6):
-        if condition():
-            return
-        run.step()
-    raise AssertionError("it never came")
-
-
 def test_a_failure_in_the_background_is_raised_at_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, saving(every(1), keep_last=1), asynchronous=True)
     run.step()
@@ -285,7 +285,8 @@ def test_a_failure_in_the_background_is_raised_at_a_later_step(tmp_path: Path, m
     run.state.total_steps = run.state.stop_step = 10**9
     gate.open()
     with pytest.raises(CheckpointError) as failed, run.training():
-        step_until(run, lambda: False)
+        for _ in range(10**6):  # the saving thread ends at some time while steps continue
+            run.step()
     assert str(failed.value) == str(gate.failure)
     assert run.names == ["1"] and run.saver._running is None
 
@@ -318,7 +319,7 @@ def test_the_last_step_is_not_saved_with_weights_that_are_not_finite(tmp_path: P
         run.state.stop_step = 1
         run.parameters["lm_head.weight"].data.fill_(torch.nan)
         run.state.advance(0.0)
-        run.manager.maybe_save(run.state, None)
+        run.save()
     assert run.names == [] and "learning_rate" in refused.value.settings
 
 

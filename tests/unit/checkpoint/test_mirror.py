@@ -14,8 +14,8 @@ from training_runs import TINY, assert_same_tensors, checkpoints_of, losses_of, 
 from pretraining.checkpoint import copies
 from pretraining.checkpoint.branches import identity_of
 from pretraining.checkpoint.copies import fetch_copy, read_copies
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, list_copies
+from pretraining.checkpoint.run_folder import read_document
 from pretraining.cli import main
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, ConfigError, DamagedError, OutdatedError
@@ -155,14 +155,7 @@ def test_retention_removes_copies_except_the_best_and_those_of_the_user(tmp_path
     assert copies_in(tmp_path) == {"step_2_ckp", "step_6_ckp", "keep_me"}
 
 
-def test_a_run_that_goes_back_sets_the_newer_copies_aside(copied: Path) -> None:
-    train(copied, "resume_from_checkpoint=2", "run_steps=1")
-    assert copies_in(copied) == {"step_2_ckp", "step_3_ckp"}
-    aside = (copied / "store" / "checkpoints").glob("set_aside_*/*/manifest.json")
-    assert {path.parent.name for path in aside} == {"step_4_ckp", "step_6_ckp"}
-
-
-def test_a_return_costs_the_mirror_one_object_and_a_refused_one_nothing(
+def test_a_return_sets_newer_copies_aside_and_costs_the_mirror_one_object_and_a_refused_one_nothing(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, write = list[str](), Store.write
@@ -177,7 +170,10 @@ def test_a_return_costs_the_mirror_one_object_and_a_refused_one_nothing(
     assert copies_in(copied) == STEPS and {name.partition(".")[0] for name in written} == {"probe"}
     train(copied, "resume_from_checkpoint=2", "run_steps=1")
     assert [name for name in written if "step_2_ckp" in name] == ["checkpoints/step_2_ckp/manifest.json"]
-    numbers = read_copies(f"file://{copied}/store").complete["step_2_ckp"].manifest.branches
+    listed = read_copies(f"file://{copied}/store")
+    assert listed.complete.keys() == {"step_2_ckp", "step_3_ckp"}
+    assert {copy.name for copy in listed.set_aside.values()} == {"step_4_ckp", "step_6_ckp"}
+    numbers = listed.complete["step_2_ckp"].manifest.branches
     assert numbers == read_document(copied / "run" / "checkpoints" / "step_2_ckp").branches and len(numbers) == 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +14,11 @@ from unit.checkpoint.checkpoint_files import manifest_of as manifest_of_model
 from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.branches import Branch
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import MANIFEST, RUN_STATE
 from pretraining.checkpoint.own_checkpoints import Copies, list_run, set_aside_others
 from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.restore import load_model
-from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE, Checkpoint, Copy
+from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE, Checkpoint, Copy, read_document
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import CheckpointConfig
@@ -92,18 +90,6 @@ def test_checkpoints_of_another_run_neither_count_nor_move(tmp_path: Path) -> No
     assert found is not None and found.path == other
 
 
-def test_a_damaged_checkpoint_is_replaced_by_its_copy(tmp_path: Path) -> None:
-    four, six = save(tmp_path, 4), save(tmp_path, 6)
-    config, copies = CheckpointConfig(str(tmp_path)), copies_of([six])
-    (six / "manifest.json").write_text("{")
-    found = find_start(config, copies=copies)
-    assert (
-        found is not None and (found.path, found.copy) == (six, copies.complete[six.name]) and len(found.damaged) == 1
-    )
-    again = find_start(config, {found.source: "a fault of the copy"}, copies=copies)
-    assert again is not None and (again.path, again.copy, len(again.damaged)) == (four, None, 2)
-
-
 def test_the_best_checkpoint_is_fetched_with_the_start_point(tmp_path: Path) -> None:
     elsewhere = [save(tmp_path / "b", step, evaluation_loss=loss) for step, loss in ((2, 3.0), (4, 2.5), (6, 2.9))]
     save(tmp_path / "a", 2, evaluation_loss=3.0)
@@ -115,18 +101,12 @@ def test_the_best_checkpoint_is_fetched_with_the_start_point(tmp_path: Path) -> 
 
 
 def test_a_rollback_goes_back_to_a_checkpoint_that_the_newest_one_continues(tmp_path: Path) -> None:
-    make(tmp_path, (2,), (4,), (6,))  # step 6 was given up, and somebody has moved it back
-    make(tmp_path, (8, BACK))
-    for before, step in ((None, 8), (8, 4), (4, 2)):
-        found = find_start(own(tmp_path), before_step=before)
+    make(tmp_path / "a", (2,), (4,), (6,), (8, BACK))  # step 6 was given up, and somebody has moved it back
+    make(tmp_path / "b", (2,), (4, BACK), (6, BACK, AGAIN), (8, BACK, AGAIN))
+    for run, before, step in (("a", None, 8), ("a", 8, 4), ("a", 4, 2), ("b", 8, 6)):
+        found = find_start(own(tmp_path / run), before_step=before)
         assert found is not None and found.step == step
-    assert find_start(own(tmp_path), before_step=2) is None
-
-
-def test_a_rollback_in_a_branch_takes_its_target_in_that_branch(tmp_path: Path) -> None:
-    make(tmp_path, (2,), (4, BACK), (6, BACK, AGAIN), (8, BACK, AGAIN))
-    found = find_start(own(tmp_path), before_step=8)
-    assert found is not None and (found.step, found.manifest.branches[-1]) == (6, AGAIN)
+    assert find_start(own(tmp_path / "a"), before_step=2) is None
 
 
 def own(run: Path) -> CheckpointConfig:
@@ -158,9 +138,8 @@ def forge(folder: Path, name: str, size: int) -> None:
     (folder / MANIFEST).write_text(json.dumps(with_checksum(document)))
 
 
+# Others are in tests/faults/test_damage.py.
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "missing shard": lambda folder: shard_of(folder).unlink(),
-    "truncated shard": lambda folder: os.truncate(shard_of(folder), 9),
     "flipped bit": lambda folder: flip_byte(shard_of(folder), bits=1),
     "lost manifest": lambda folder: (folder / MANIFEST).unlink(),
     "damaged manifest": lambda folder: (folder / MANIFEST).write_text("{"),

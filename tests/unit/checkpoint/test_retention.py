@@ -10,7 +10,7 @@ import pytest
 from unit.checkpoint.examples import FIRST, manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import GUARDS_STATE, MANIFEST, RUN_STATE
-from pretraining.checkpoint.retention import apply_retention, best_of
+from pretraining.checkpoint.own_checkpoints import apply_retention, best_of
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 
@@ -22,7 +22,9 @@ def record(step: int, kind: str = "interval", loss: float | None = None) -> Chec
 def test_the_best_is_the_first_with_the_lowest_loss_on_the_sets_that_decide_now() -> None:
     assert best_of([record(1), record(2)]) is None
     before = [record(1, loss=2.0), record(2, loss=1.5), record(3, loss=1.5)]
-    now = [replace(each, decided_by=("books",)) for each in (record(4, loss=3.0), record(5, loss=2.9), record(6))]
+    now = [
+        replace(each, decided_by=("loss", "books")) for each in (record(4, loss=3.0), record(5, loss=2.9), record(6))
+    ]
     assert best_of([*before, record(4)]) == before[1]
     assert best_of([*before, *now]) == now[1]
 

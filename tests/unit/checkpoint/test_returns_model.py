@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,24 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from unit.checkpoint.examples import save
+from unit.checkpoint.true_history import Identity, TrueHistory
 
-from pretraining.checkpoint.branches import Branches, Point, identity_of, newest, own
-from pretraining.checkpoint.forms import read_if_good
+from pretraining.checkpoint.branches import Branches, age_in_place, identity_of, newest, own
 from pretraining.checkpoint.manifest import BRANCHES, REQUEST, RUN_ID, Manifest
 from pretraining.checkpoint.mirror import Mirror, fetch_start, list_copies
 from pretraining.checkpoint.own_checkpoints import (
     NO_COPIES,
     Copies,
+    apply_retention,
+    best_of,
     branches_of_start,
     list_run,
-    newest_good,
     return_to,
+    saved_by_run,
     set_aside_others,
 )
-from pretraining.checkpoint.retention import apply_retention, best_of, saved_by_run
 from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside
-from pretraining.checkpoint.start_point import CheckpointRef, find_start
+from pretraining.checkpoint.start_point import CheckpointRef, find_start, newest_good
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError
 from pretraining.tools.command_settings import PushConfig
@@ -52,30 +53,12 @@ ACTIONS = st.one_of(  # methods of `TwoMachines` and their arguments
     st.tuples(st.sampled_from(("lose", "remove_set_aside", "copy_by_hand", "push", "take_back")), MACHINE),
     st.tuples(st.just("damage"), st.sampled_from((*MACHINES, "store")), st.booleans()),
 )
-Identity = tuple[str, int]
-"""Id of a branch, and step."""
-
-
-@dataclass
-class Start:
-    """A start that trains.
-
-    Attributes:
-        gave_up: checkpoints that it saw and that are not among those that it continues, if it is a return.
-        known: returns whose checkpoints it saw.
-    """
-
-    is_return: bool = False
-    gave_up: set[Identity] = field(default_factory=set)
-    known: set[str] = field(default_factory=set)
 
 
 class TwoMachines:
     """Two folders and a store, and the true history.
 
     Attributes:
-        parent: of each checkpoint, the one that it was trained from.
-        starts: by the id of their branch.
         newest: newest checkpoint of each machine, as long as only that machine has changed the run since.
     """
 
@@ -88,8 +71,7 @@ class TwoMachines:
         self._step = 0
         self._last: Identity | None = None
         self._above = dict.fromkeys(MACHINES, 0)
-        self.parent: dict[Identity, Identity | None] = {}
-        self.starts: dict[str, Start] = {}
+        self._truth = TrueHistory()
         self.newest: dict[str, Identity] = {}
 
     # Actions
@@ -112,7 +94,7 @@ class TwoMachines:
 
     def take_back(self, machine: str) -> None:
         """Return to what was set aside last."""
-        aside = [path for path in checkpoints_set_aside(self._root / machine) if read_if_good(path)]
+        aside = [path for path in checkpoints_set_aside(self._root / machine) if checkpoint_at(path).kind is not None]
         if aside:
             self.start(machine, request=str(aside[-1]))
 
@@ -125,7 +107,7 @@ class TwoMachines:
         run = self._root / self._trains
         path = save(run, self._step, evaluation_loss=loss, branches=self._branches)
         identity = identity_of(checkpoint_at(path))
-        self.parent[identity], self._last = self._last, identity
+        self._truth.parent[identity], self._last = self._last, identity
         apply_retention(run, path, self._keep_last)
         if self._mirror is not None and is_copied:
             self._mirror.copy(path)
@@ -159,11 +141,11 @@ class TwoMachines:
 
     def damage(self, place: str, is_manifest: bool) -> None:
         """Cut a file of the newest checkpoint in a place."""
-        folders = [path.parent for path in (self._root / place / "checkpoints").glob("*/manifest.json")]
-        saved = sorted(filter(None, map(_newest_key, folders)), key=lambda keyed: keyed[0])
-        if not saved:
+        saved = [checkpoint_at(path.parent) for path in (self._root / place / "checkpoints").glob("*/manifest.json")]
+        readable = [checkpoint for checkpoint in saved if checkpoint.kind is not None]
+        if not readable:
             return
-        folder = saved[-1][1]
+        folder = max(readable, key=age_in_place).path
         os.truncate(folder / "manifest.json" if is_manifest else next(folder.glob("*.safetensors")), 9)
         self.newest = {}
         self._stop(place if place in MACHINES else self._trains)
@@ -199,12 +181,12 @@ class TwoMachines:
             record = {RUN_ID: "a run", BRANCHES: self._branches, REQUEST: config.resume_from_checkpoint}
             return_to(found.path, found.manifest, record, found.manifest.data)
             identity = identity_of(checkpoint_at(found.path))
-            self.parent[identity], self._last = self._last, identity
+            self._truth.parent[identity], self._last = self._last, identity
         elif is_return:  # back to the initial weights
             self._number += 1
             path = save(config.folder, 0, evaluation_loss=float(self._number), branches=self._branches)
             self._last = identity_of(checkpoint_at(path))
-            self.parent[self._last] = None
+            self._truth.parent[self._last] = None
         self.newest = {} if self._last is None else {machine: self._last}
         if path is not None:
             set_aside_others(config.folder, path)
@@ -225,10 +207,8 @@ class TwoMachines:
         above = self._above[machine]
         self._branches = branches_of_start(config.folder, start, step, copies, above=above, is_plain=not is_return)
         self._above[machine] = self._branches[-1].number
-        seen = {identity_of(each) for each in list_run(config.folder, copies).saved if each.kind is not None}
-        line = set(self._ancestors(None if start is None else identity_of(start)))
-        known = set().union(*(self._returns_of(identity) for identity in seen))
-        self.starts[self._branches[-1].id] = Start(is_return, seen - line if is_return else set(), known)
+        seen = [each for each in list_run(config.folder, copies).saved if each.kind is not None]
+        self._truth.begin(self._branches[-1].id, start, seen, is_return=is_return)
 
     def _stop(self, machine: str | None) -> None:
         if machine in (None, self._trains):
@@ -240,28 +220,6 @@ class TwoMachines:
 
     # The truth
 
-    def _ancestors(self, identity: Identity | None) -> list[Identity]:
-        """Return a checkpoint and those that it was trained from, the newest first."""
-        line = list[Identity]()
-        while identity is not None:
-            line.append(identity)
-            identity = self.parent[identity]
-        return line
-
-    def _returns_of(self, identity: Identity) -> set[str]:
-        """Return the returns on the way to a checkpoint."""
-        return {branch for branch, _ in self._ancestors(identity) if self.starts[branch].is_return}
-
-    def _is_given_up(self, identity: Identity, by: str) -> bool:
-        """Return whether a return gave up a checkpoint, or one before it, and nobody who knew that took it back."""
-        for each in self._ancestors(identity):
-            start = self.starts[each[0]]
-            if start.is_return and by in start.known:
-                return False
-            if each in self.starts[by].gave_up:
-                return True
-        return False
-
     def _check(self, machine: str, copies: Copies, chosen: Manifest | None, is_return: bool) -> None:
         run = self._root / machine
         listed = list_run(run, copies)
@@ -269,7 +227,7 @@ class TwoMachines:
         if found is None:
             return
         identity = identity_of(found.manifest)
-        line = self._ancestors(identity)
+        line = self._truth.ancestors(identity)
         assert all(identity_of(each) in line for each in own(found.manifest, listed.saved) if each.kind is not None)
         if not is_return:
             assert chosen is not None and identity_of(chosen) == identity
@@ -278,20 +236,8 @@ class TwoMachines:
         if machine in self.newest:  # nothing else has happened since it saved
             assert identity == self.newest[machine]
         there = newest([], [copy.manifest for copy in copies.complete.values()])
-        for by in set() if there is None else self._returns_of(identity_of(there)):
-            assert not self._is_given_up(identity, by)
         here, _ = newest_good(list_run(run).saved)
-        for by in set() if here is None else self._returns_of(identity_of(here.manifest)):
-            assert identity not in self.starts[by].gave_up or self._is_taken_back(identity, by)
-
-    def _is_taken_back(self, identity: Identity, by: str) -> bool:
-        return not self._is_given_up(identity, by)
-
-
-def _newest_key(folder: Path) -> tuple[tuple[int, int], Path] | None:
-    manifest = read_if_good(folder)
-    point: Point | None = manifest
-    return None if point is None else ((point.branches[-1].number, point.step), folder)
+        assert self._truth.gives_up(identity, there, None if here is None else here.manifest) == []
 
 
 def best_is_the_best(run: Path) -> bool:
@@ -299,7 +245,7 @@ def best_is_the_best(run: Path) -> bool:
     found, _ = newest_good(list_run(run).saved)
     if found is None:
         return True
-    best = best_of(saved_by_run(found.checkpoint, list_run(run).saved))
+    best = best_of(saved_by_run(checkpoint_at(found.path), list_run(run).saved))
     link = run / "checkpoints" / "best"
     return best is None or checkpoint_at(link.resolve()).cost == best.cost
 

@@ -17,7 +17,6 @@ from unit.checkpoint.examples import load, manifest_of, save, tensors
 
 from pretraining import files
 from pretraining.checkpoint import writer
-from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.manifest import EVALUATION_STATE, MANIFEST
 from pretraining.checkpoint.run_folder import (
     BEST,
@@ -29,6 +28,7 @@ from pretraining.checkpoint.run_folder import (
     folders_of,
     make_run_path,
     newest_run_path,
+    read_manifest,
     unfinished_saves,
 )
 from pretraining.checkpoint.writer import plan_save, save_checkpoint

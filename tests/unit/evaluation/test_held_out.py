@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from pretraining.best import Best, Measure
 from pretraining.config.read import load_train_config
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.tokenizer import train_tokenizer
@@ -21,12 +21,12 @@ from pretraining.distributed.processes import Processes
 from pretraining.durations import Duration
 from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import Sampling, TextSampler, check_prompt, draw_tokens, open_sampler
-from pretraining.evaluation.held_out import EarlyStopping, Evaluation, EvaluationSource, Evaluator, evaluate
+from pretraining.evaluation.held_out import Evaluation, EvaluationSource, Evaluator, evaluate
 from pretraining.model.loss import HeadLoss
 from pretraining.observability.events import Events
 from pretraining.observability.metrics import Metrics
 from pretraining.observability.throughput import Stopwatch
-from pretraining.progress import Interval, Progress, Scores, TrainState
+from pretraining.progress import Interval, Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -77,7 +77,8 @@ def evaluator_with(
     opened: list[int], reports: list[Report], should_stop: Callable[[], bool] = lambda: False
 ) -> Evaluator:
     cpu, interval, observer = torch.device("cpu"), Interval(Duration(3, "steps"), None), observer_of(reports)
-    return Evaluator(LossIsInput(), sources(opened)[:1], cpu, interval, observer, should_stop)
+    loss = Best(Measure("loss", "evaluation_loss", "sets"))
+    return Evaluator(LossIsInput(), sources(opened)[:1], cpu, interval, observer, should_stop, loss, loss)
 
 
 def evaluated(model: nn.Module, table_V: torch.Tensor | None = None) -> Evaluation:
@@ -145,14 +146,14 @@ def test_an_evaluation_that_is_broken_off_is_pending_and_done_once_by_the_next_s
     state.advance(0.0)
     answers = iter([False, True])
     told = evaluator_with([], reports, should_stop=lambda: next(answers))
-    assert told.maybe_run(state) is None and told.pending and reports == []
+    assert not told.maybe_run(state) and told.pending and reports == []
 
     resumed = evaluator_with([], reports)
     resumed.load_state_dict(told.state_dict())
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(3, 3))
-    scores = resumed.maybe_run(state)
-    assert scores is not None and scores.loss == pytest.approx(3.0) and reports == [(3, scores.loss)]
-    assert not resumed.pending and resumed.maybe_run(state) is None
+    assert resumed.maybe_run(state) and not resumed.pending
+    assert resumed.loss.value == pytest.approx(3.0) and reports == [(3, resumed.loss.value)]
+    assert not resumed.maybe_run(state)
 
 
 @pytest.mark.parametrize(("done", "is_due"), [(1, False), (2, True)])
@@ -161,52 +162,7 @@ def test_a_run_that_should_stop_does_not_begin_an_evaluation(done: int, is_due: 
     evaluator = evaluator_with(opened, [])
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(done, done))
     state.advance(0.0, stop=15)
-    assert evaluator.maybe_run(state) is None and evaluator.pending is is_due and opened == []
-
-
-# Early stopping
-
-
-def ends_after(stopping: EarlyStopping, losses: list[float]) -> int | None:
-    """Return after how many evaluations the run stops; None = never."""
-    run = TrainState(total_steps=100, stop_step=100, tokens_per_step=1, progress=Progress(10, 10))
-    for number, loss in enumerate(losses, start=1):
-        stopping.count_evaluation(Scores(loss), run)
-        if run.early_end:
-            assert run.finished and run.stopping
-            return number
-    return None
-
-
-@pytest.mark.parametrize(
-    ("limit", "losses", "ends"),
-    [
-        (0, [1.0] * 50, None),
-        (1, [3.0, 2.0, 2.0], 3),
-        (2, [3.0, 4.0, 2.9, 3.0, 2.8, 5.0, 2.8], 7),
-        (2, [3.0, math.nan, math.inf], 3),
-        (2, [math.nan, math.nan], 2),
-    ],
-)
-def test_a_run_stops_after_evaluations_without_a_lower_loss_also_if_it_is_resumed(
-    limit: int, losses: list[float], ends: int | None
-) -> None:
-    assert ends_after(EarlyStopping(limit), losses) == ends
-    for stop in range(ends or 9):
-        before, after = EarlyStopping(limit, "web"), EarlyStopping(limit, "web")
-        assert ends_after(before, losses[:stop]) is None
-        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-        assert ends_after(after, losses[stop:]) == (ends and ends - stop)
-
-
-def test_counting_begins_again_if_other_sets_decide_and_after_a_version_that_did_not_count() -> None:
-    before = EarlyStopping(2, "web", 1.0, 1).state_dict()
-    earlier = {name: value for name, value in before.items() if name != "definition"}
-    for kept in (before | {"definition": "books"}, {"owed": False}, earlier | {"decided_by": ["web"]}):
-        after = EarlyStopping(2, "web")
-        after.load_state_dict(kept)
-        assert after == EarlyStopping(2, "web")
-    assert EarlyStopping(0, "web", 1.0, 3).state_dict() == {}  # without a limit there is no counter
+    assert not evaluator.maybe_run(state) and evaluator.pending is is_due and opened == []
 
 
 # Generated text

@@ -56,8 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 2, 4 and 6, one of them in four .pt files, and what is not to be averaged."""
     root = tmp_path_factory.mktemp("average")
     for step in (2, 4, 6):
-        evaluated = {EVALUATION_SETS_STATE: {**SETS[EVALUATION_SETS_STATE], "losses_of": f"sets of step {step}"}}
-        write_checkpoint(root / "run", step, full=step == 4, state=evaluated)
+        write_checkpoint(root / "run", step, full=step == 4)
     write_checkpoint(root / "run", 5, name="step_5_ckp.preempt", kind="preempt")
     write_checkpoint(root / "run", 6, name="mine")
     write_checkpoint(root / "run", 8, name="set_aside_1/step_8_ckp")

@@ -29,9 +29,9 @@ from unit.checkpoint.test_hf_import import sharded, single, weights
 
 from pretraining.api import load_model
 from pretraining.checkpoint import pt_files
-from pretraining.checkpoint.forms import read_manifest
-from pretraining.checkpoint.manifest import EVALUATION_OF_STEP, FULL_FILES, MANIFEST, RUN_STATE, shape_of
+from pretraining.checkpoint.manifest import FULL_FILES, LOSS_STATE, MANIFEST, shape_of
 from pretraining.checkpoint.reader import open_tensors, read_tensor
+from pretraining.checkpoint.run_folder import read_manifest
 from pretraining.config.recipe_files import dump_config, settings_in
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.tokenizer import train_tokenizer
@@ -48,7 +48,7 @@ from pretraining.tools.verify import faults_of
 PLAIN, SHARD = SHAPES["plain"], "shard-00003-model-00002-of-00002.safetensors"
 
 
-EVALUATED = {RUN_STATE: {EVALUATION_OF_STEP: 2.75}}
+EVALUATED = {LOSS_STATE: {"value": 2.75, "step": 3}}
 
 
 def make_run(root: Path, shape: LlamaShape = PLAIN, *, full: bool = False, **data: Any) -> dict[str, torch.Tensor]:

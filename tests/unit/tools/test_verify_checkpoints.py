@@ -29,17 +29,16 @@ from unit.checkpoint.checkpoint_files import (
 
 from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.completeness import coverage_fault
-from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import (
-    EVALUATION_OF_STEP,
     ITERATION_FILE,
+    LOSS_STATE,
     MANIFEST,
     MODEL_FILE,
     OPTIMIZER_FILE,
-    RUN_STATE,
     SCHEDULE_FILE,
 )
 from pretraining.checkpoint.restore import load
+from pretraining.checkpoint.run_folder import read_document
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.config.recipe_files import dump_config
@@ -262,7 +261,7 @@ def make_run(run: Path) -> Path:
     tensors = tensors_of(SHAPE)
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
     write_sharded(checkpoints / "step_0_ckp", weights, manifest_of(SHAPE, 0, data={}, loss=None, evaluation_loss=None))
-    evaluated = {RUN_STATE: {EVALUATION_OF_STEP: 2.75}}
+    evaluated = {LOSS_STATE: {"value": 2.75, "step": 2}}
     write_sharded(checkpoints / "step_2_ckp", tensors, manifest_of(SHAPE, 2, state=evaluated))
     write_full_form(checkpoints / "step_10_ckp", tensors, manifest_of(SHAPE, 10, evaluation_loss=None))
     write_sharded(checkpoints / "step_11_ckp.preempt", tensors, manifest_of(SHAPE, 11, kind="preempt"))

@@ -14,8 +14,8 @@ from training_runs import metrics_of, status_of, write_dataset, write_two_datase
 from unit.train import whole_runs
 from unit.train.whole_runs import checkpoint, damage
 
-from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.manifest import Manifest
+from pretraining.checkpoint.run_folder import read_manifest
 from pretraining.cli import main
 from pretraining.errors import CheckpointError, ConfigError, DataError, Preempted, PretrainError
 from pretraining.train.plan import recorded_evaluation
@@ -117,7 +117,7 @@ def test_the_best_checkpoint_is_that_of_the_set_that_decides(data: Path, tmp_pat
     start(tmp_path, data, "best_by=books")
     manifest = read_manifest(checkpoint(tmp_path, 4))
     assert manifest.evaluation_loss == evaluations(tmp_path)[-1]["evaluation_loss/books"]
-    assert manifest.losses_of is not None and manifest.best_evaluation_loss is not None
+    assert manifest.best_evaluation_loss is not None
     # Another set decides now, so the earlier best loss does not count.
     start(tmp_path, data, "best_by=first", "num_steps=6", "eval_interval=6", "learning_rate=1e-30")
     last = read_manifest(checkpoint(tmp_path, 6))
@@ -208,8 +208,8 @@ def test_row_56_the_sets_of_the_first_start_stay_and_losses_of_others_are_not_co
     before, after = (read_manifest(checkpoint(still, step)) for step in (2, 4))
     first, last = evaluations(still)
     assert after.state["evaluation_sets"]["sequences"] == 8
-    assert (before.losses_of == after.losses_of) != begins_again
-    in_a_row = after.state["evaluation"]["in_a_row"]
+    assert (before.decided_by == after.decided_by) != begins_again
+    in_a_row = after.state["loss"]["in_a_row"]
     if begins_again:
         assert after.best_evaluation_loss == last["evaluation_loss"] and in_a_row == 0
         assert (still / "checkpoints" / "best").resolve() == checkpoint(still, 4)
@@ -236,7 +236,7 @@ def test_an_evaluation_set_with_other_content_is_another_set(
         capsys.readouterr()
         start(still, data, *flags, f"num_steps={steps}", f"index_path={tmp_path / 'index'}")
         said.append(capsys.readouterr().out)
-        definitions.append(read_manifest(checkpoint(still, steps)).losses_of)
+        definitions.append(read_manifest(checkpoint(still, steps)).decided_by)
     assert definitions[0] == definitions[3] != definitions[1] == definitions[2]
     assert [AGAIN in text for text in said] == [False, True, False, True]
     assert "dataset 'books': files changed since it was indexed (changed in content: part-0.arrow)" in said[1]

@@ -10,7 +10,7 @@ import torch
 from training_runs import reports_of
 from unit.train.whole_runs import checkpoint, refusal, start
 
-from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.run_folder import read_manifest
 from pretraining.errors import DataError
 
 FLAGS = ("num_steps=20", "report_interval=2", "document_mask=true", "checkpoint_interval=2")

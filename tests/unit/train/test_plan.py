@@ -35,7 +35,7 @@ def resumed(tmp_path: Path) -> Iterator[tuple[TrainConfig, CheckpointRef | None,
 
 def decisions(plan: Plan) -> tuple[object, ...]:
     rates = [plan.learning_rate.at(step, 1.0) for step in range(5)]
-    evaluation = (plan.evaluation.record, plan.best_definition, plan.evaluation.notes)
+    evaluation = (plan.evaluation.record, plan.evaluation.loss, plan.evaluation.notes)
     return plan.state, plan.batch, rates, plan.loader.state_dict(), plan.loads_optimizer, *evaluation
 
 

@@ -16,8 +16,7 @@ from training_runs import TINY, metrics_of
 from unit.train.whole_runs import refusal, start
 
 from pretraining import Trainer
-from pretraining.checkpoint.forms import read_manifest
-from pretraining.checkpoint.run_folder import committed_checkpoints
+from pretraining.checkpoint.run_folder import committed_checkpoints, read_manifest
 from pretraining.checkpoint.start_point import find_start
 from pretraining.cli import main
 from pretraining.config.recipe_files import load_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +18,17 @@ from unit.train import whole_runs
 from unit.train.whole_runs import checkpoint, equal, error_of
 
 from pretraining import Trainer
-from pretraining.checkpoint.forms import read_manifest
-from pretraining.checkpoint.retention import best_of
-from pretraining.checkpoint.run_folder import committed_checkpoints
+from pretraining.checkpoint.own_checkpoints import best_of
+from pretraining.checkpoint.run_folder import committed_checkpoints, read_manifest
 from pretraining.checkpoint.start_point import find_newest
 from pretraining.cli import main
 from pretraining.config.read import load_train_config
 from pretraining.errors import ConfigError, Preempted, PretrainError
 from pretraining.evaluation.held_out import Evaluator
-from pretraining.progress import Scores
+from pretraining.evaluation.tasks import Results, Tasks
 from pretraining.tools.command_settings import PageConfig
 from pretraining.tools.report import report
-from pretraining.train.plan import Plan
+from pretraining.train.plan_evaluation import _deciding_metric
 
 pytestmark = pytest.mark.thorough
 
@@ -141,7 +140,7 @@ def interrupted_before_tasks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
     """Request a stop before the first evaluation of tasks; return a function that undoes this."""
     evaluate = Evaluator._evaluate_tasks
 
-    def interrupt(evaluator: Evaluator, state: Any) -> Scores | None:
+    def interrupt(evaluator: Evaluator, state: Any) -> bool:
         if evaluator.tasks_pending:
             os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(evaluator, state)
@@ -158,7 +157,7 @@ def test_a_stop_between_sets_and_tasks_leaves_the_tasks_pending_and_each_is_in_t
     assert isinstance(error_of(lambda: start(run, root, *given)), Preempted)
     assert [line["step"] for line in metrics_of(run, "evaluation_loss")] == [2] and task_lines(run) == []
     manifest = find_newest(run).manifest
-    assert manifest.has_pending_evaluation and manifest.state["evaluation"] == {"owed": False, "owed_tasks": True}
+    assert manifest.pending and manifest.state["evaluation"] == {"owed": False, "owed_tasks": True}
     assert isinstance(error_of(lambda: start(run, root, *given)), Preempted)  # killed again, just before them
     undo()
     start(run, root, *given)
@@ -171,27 +170,24 @@ def test_a_stop_between_sets_and_tasks_leaves_the_tasks_pending_and_each_is_in_t
 # What decides
 
 
+def script(monkeypatch: pytest.MonkeyPatch, name: str, values: list[float]) -> None:
+    """Give a metric these values, evaluation after evaluation."""
+    left = iter(values)
+    monkeypatch.setattr(Tasks, "evaluate", lambda *_: Results({name: next(left)}, [], {}, {}))
+
+
 def test_a_task_decides_which_checkpoint_is_best_and_manifests_list_and_retention_agree(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = iter([0.5, 0.75, 0.25, 0.75])
-    evaluate = Evaluator._evaluate_tasks
-
-    def scripted(evaluator: Evaluator, state: Any) -> Scores | None:
-        return None if evaluate(evaluator, state) is None else Scores(None, next(values))
-
-    monkeypatch.setattr(Evaluator, "_evaluate_tasks", scripted)
+    script(monkeypatch, ACCURACY, [0.5, 0.75, 0.25, 0.75])
     run, given = tmp_path / "run", [*with_sets(root), "best_by=small_choice/acc", "eval_interval=1", "keep_last=1"]
     start(run, root, *given, "num_steps=6", "checkpoint_interval=0", "run_steps=5")
     saved = committed_checkpoints(run)
     assert [(each.step, each.cost, each.kind) for each in saved] == [(4, -0.75, "best"), (5, None, "interval")]
     assert (run / "checkpoints/best").readlink() == Path("step_4_ckp") and best_of(saved) == saved[0]
     decided, later = (read_manifest(each.path) for each in saved)
-    assert decided.best_by == {
-        **{"name": "small_choice/acc", "larger_is_better": True, "definition": decided.decided_by[1]},
-        **{"key": ACCURACY, "value": 0.75, "best": 0.75},
-    }
-    assert later.best_by["value"] is None and later.evaluation_loss is not None
+    assert decided.decided_by[0] == "small_choice/acc" and decided.metric_of_step == 0.75
+    assert later.metric_of_step is None and later.evaluation_loss is not None
     main(["list", str(run)])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "complete, best" in line] == ["4"]
     start(run, root, *given, "num_steps=6", "checkpoint_interval=0")  # worse: the best one stays
@@ -205,29 +201,20 @@ def test_a_task_decides_which_checkpoint_is_best_and_manifests_list_and_retentio
 def test_other_questions_begin_the_search_for_the_best_again_with_a_line(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = iter([0.9, 0.8, 0.7])
-    monkeypatch.setattr(Evaluator, "_evaluate_tasks", lambda evaluator, state: _finished(evaluator, values))
+    script(monkeypatch, ACCURACY, [0.9, 0.8, 0.7])
     caplog.set_level("INFO")
     run, given = tmp_path / "run", ["best_by=small_choice/acc", "checkpoint_interval=2"]
     start(run, root, *given)
     assert (run / "checkpoints/best").readlink() == Path("step_2_ckp")
     start(run, root, *given, "num_steps=6", "eval_tasks_limit=3")
-    assert "small_choice/acc decides now: the search for the best checkpoint begins again" in caplog.text
+    assert "the best small_choice/acc so far, 0.9000, is of other evaluation data: the next evaluation" in caplog.text
     assert (run / "checkpoints/best").readlink() == Path("step_6_ckp")
-
-
-def _finished(evaluator: Evaluator, values: Iterator[float]) -> Scores | None:
-    if not evaluator.tasks_pending:
-        return None
-    evaluator.tasks_pending = False
-    return Scores(None, next(values))
 
 
 def test_a_lower_value_is_better_where_the_harness_says_so_and_patience_counts_evaluations_of_tasks(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = iter([5.0, 4.0, 4.5, 4.25, 1.0])
-    monkeypatch.setattr(Evaluator, "_evaluate_tasks", lambda evaluator, state: _finished(evaluator, values))
+    script(monkeypatch, "evaluation_task/small_text/bits_per_byte", [5.0, 4.0, 4.5, 4.25, 1.0])
     given = [*with_sets(root), "best_by=small_text/bits_per_byte", "early_stopping_evaluations=2", "eval_interval=1"]
     start(tmp_path, root, *given, "num_steps=20", "checkpoint_interval=2")
     assert status_of(tmp_path)["step"] == 8
@@ -243,14 +230,10 @@ def test_a_run_that_stops_early_is_evaluated_on_tasks_at_its_end(root: Path, tmp
 
 
 def test_a_set_named_like_a_metric_decides_in_its_place() -> None:
-    plan: Any = SimpleNamespace(
-        config=SimpleNamespace(evaluation=SimpleNamespace(best_by="a/acc")),
-        evaluation=SimpleNamespace(sources=[SimpleNamespace(sets=("a/acc",))]),
-        opened=SimpleNamespace(tasks=Mock(), evaluators=None),
-    )
-    assert Plan.best_task.fget(plan) is None  # type: ignore[attr-defined]
-    plan.evaluation.sources.clear()
-    assert Plan.best_task.fget(plan) == plan.opened.tasks.best_by("a/acc")  # type: ignore[attr-defined]
+    evaluation = SimpleNamespace(best_by="a/acc")
+    opened: Any = SimpleNamespace(config=SimpleNamespace(evaluation=evaluation), tasks=Mock(), evaluators=None)
+    assert _deciding_metric(opened, {"a/acc": 8}) is None
+    assert _deciding_metric(opened, {}) == opened.tasks.best_by("a/acc")
 
 
 @pytest.mark.parametrize(
