@@ -8,6 +8,7 @@ docs/extending.md gives the interface of each. Plugins are imported only when th
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import sys
@@ -205,9 +206,7 @@ def sharding_errors(optimizer: str) -> Iterator[None]:
 
 
 def parse_options(flag: str, texts: tuple[str, ...]) -> Mapping[str, Any]:
-    """Read `key=value` texts; numbers, true, false and none are converted, `(0.9,0.99)` is a tuple, `[1,2]` a list.
-
-    Other values stay text.
+    """Read `key=value` texts: true, false, none, and Python's literals, as in `betas=(0.9,0.99)`; all else stays text.
 
     Raises:
         ConfigError: a text is not `key=value`, or a key is repeated.
@@ -236,16 +235,10 @@ def join_brackets(items: Sequence[str]) -> list[str]:
 
 
 def _value_of(text: str) -> Any:
-    if text[:1] + text[-1:] in ("()", "[]"):
-        items = [item.strip() for item in join_brackets(text[1:-1].split(","))]
-        values = [_value_of(item.strip("'\"")) for item in items if item]
-        return tuple(values) if text[0] == "(" else values
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pretraining.config.fields import build, settings_of, values_of
+from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS, Entry, parse_options
 from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import ALL_BLOCKS, EvaluationConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from pretraining.config.values import format_value, limit_problem
+from pretraining.config.values import format_value
 from pretraining.config.variants import resolve_shape
 from pretraining.durations import Duration
 from pretraining.errors import ConfigError, Problem
@@ -190,24 +190,6 @@ INEFFECTIVE = (
     Row({"sample_prompt": is_on, "tokenizer_path": is_off, "data_path": is_off}, NO_EFFECT),
     Row({"sample_prompt": is_on, "sample_tokens": is_off}, NO_EFFECT),
 )
-
-
-def check_config(config: Any) -> None:
-    """Check a configuration built in Python: type and limits of each setting, then the rules over several settings.
-
-    Raises:
-        ConfigError: every problem found.
-    """
-    values, problems = values_of(config), {}
-    for name, setting in settings_of(type(config)).items():
-        problem = limit_problem(setting, values[name])
-        if problem:
-            problems[name] = f"{name}={format_value(values[name])}: {problem}"
-            if not setting.required:
-                values[name] = setting.default  # as for a flag that cannot be parsed
-    found: list[str | Problem] = [*problems.values(), *find_problems(build(type(config), values), problems)]
-    if found:
-        raise ConfigError(found)
 
 
 def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[Problem]:

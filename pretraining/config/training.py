@@ -21,6 +21,7 @@ from pretraining.config.fields import (
     NonNegativeInt,
     OneOfOr,
     PartOfRun,
+    PositiveFloat,
     PositiveInt,
     RunLength,
     Time,
@@ -39,6 +40,7 @@ QkNorm = Literal["off", "head", "whole"]
 NormPosition = Literal["pre", "post"]
 ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite"]
 Float8Scaling = Literal["tensorwise", "rowwise"]
+Width = Annotated[int, Ge(1), Le(10**7)]
 DecayFactor = Annotated[float, Ge(0), Lt(1)]
 
 NO_TOKEN = -1
@@ -53,28 +55,31 @@ PER_OPERATION = "op"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A named variant of the Llama family; each dimension can be overridden, under its Hugging Face name."""
+    """A variant of the Llama family, with these values, under Hugging Face names, in place of its own; none = its own.
+
+    The upper limits are far beyond any trained model: larger sizes are mistakes, and could take forever to build.
+    """
 
     model_variant: str | None = setting(
         None, "named set of dimensions (docs/configurations.md); none = the loaded weights' dimensions, else 7b"
     )
-    hidden_size: PositiveInt | None = setting(None, "width of the residual stream; none = the variant's")
-    intermediate_size: PositiveInt | None = setting(None, "width of the feed-forward layer; none = the variant's")
-    num_hidden_layers: PositiveInt | None = setting(None, "number of blocks; none = the variant's")
-    num_attention_heads: PositiveInt | None = setting(None, "query heads; none = the variant's")
-    num_key_value_heads: PositiveInt | None = setting(
+    hidden_size: Width | None = setting(None, "width of the residual stream")
+    intermediate_size: Width | None = setting(None, "width of the feed-forward layer")
+    num_hidden_layers: Annotated[int, Ge(1), Le(4096)] | None = setting(None, "number of blocks")
+    num_attention_heads: Width | None = setting(None, "query heads")
+    num_key_value_heads: Width | None = setting(
         None, "key/value heads; none = the variant's, or num_attention_heads if both are equal in the variant"
     )
-    head_dim: PositiveInt | None = setting(
+    head_dim: Width | None = setting(
         None, "size of a head; none = the variant's, or hidden_size / num_attention_heads if both are equal in it"
     )
-    vocab_size: Annotated[int, Ge(2)] | None = setting(
+    vocab_size: Annotated[int, Ge(2), Le(10**9)] | None = setting(
         None,
         "rows of the embedding; none = the weights', else the tokenizer's (rounded up to a multiple of 128), else the "
         "variant's",
     )
-    max_position_embeddings: PositiveInt | None = setting(None, "context length in exports; none = the variant's")
-    rope_theta: Annotated[float, Ge(1)] | None = setting(None, "base of the rotary frequencies; none = the variant's")
+    max_position_embeddings: PositiveInt | None = setting(None, "context length in exports")
+    rope_theta: Annotated[float, Ge(1)] | None = setting(None, "base of the rotary frequencies")
     rope_scaling: tuple[str, ...] = setting(
         (),
         "rotary scaling: linear:4 (factor), yarn:4,8192 (factor, original context), or the four numbers of llama3: "
@@ -82,59 +87,35 @@ class ModelConfig:
         "the variant's",
     )
     no_rope_interval: NonNegativeInt | None = setting(
-        None,
-        "the last of each group of this many blocks has no rotary embedding (SmolLM 3: 4); 0 = all have it; none = "
-        "the variant's",
+        None, "the last of each group of this many blocks has no rotary embedding (SmolLM 3: 4); 0 = all have it"
     )
-    rms_norm_eps: NonNegativeFloat | None = setting(None, "epsilon of RMSNorm; none = the variant's")
-    tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head; none = the variant's")
+    rms_norm_eps: NonNegativeFloat | None = setting(None, "epsilon of RMSNorm")
+    tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head")
     attention_bias: AttentionBias | None = setting(
-        None, "biases of attention: true = q, k, v and o; qkv = without o (Qwen 2); none = the variant's"
+        None, "biases of attention: true = q, k, v and o; qkv = without o (Qwen 2)"
     )
-    mlp_bias: bool | None = setting(None, "biases of the feed-forward layer; none = the variant's")
+    mlp_bias: bool | None = setting(None, "biases of the feed-forward layer")
     qk_norm: QkNorm | None = setting(
-        None,
-        "norm of queries and keys: over each head (head, Qwen 3), or over all heads (whole, OLMo 2); none = the "
-        "variant's",
+        None, "norm of queries and keys: over each head (head, Qwen 3), or over all heads (whole, OLMo 2)"
     )
     norm_position: NormPosition | None = setting(
-        None, "norms before attention and feed-forward layer, or after them (post, OLMo 2); none = the variant's"
+        None, "norms before attention and feed-forward layer, or after them (post, OLMo 2)"
     )
-    embedding_multiplier: NonNegativeFloat | None = setting(
-        None, "factor of embeddings (Granite); none = the variant's"
+    embedding_multiplier: PositiveFloat | None = setting(None, "factor of embeddings (Granite)")
+    residual_multiplier: PositiveFloat | None = setting(
+        None, "factor of what a block adds to the residual stream (Granite)"
     )
-    residual_multiplier: NonNegativeFloat | None = setting(
-        None, "factor of what a block adds to the residual stream (Granite); none = the variant's"
-    )
-    attention_multiplier: NonNegativeFloat | None = setting(
+    attention_multiplier: PositiveFloat | None = setting(
         None, "factor of attention scores (Granite); none = the variant's, else 1 / sqrt(head_dim)"
     )
-    logits_scaling: NonNegativeFloat | None = setting(None, "divisor of logits (Granite); none = the variant's")
+    logits_scaling: PositiveFloat | None = setting(None, "divisor of logits (Granite)")
     sliding_window: NonNegativeInt | None = setting(
-        None,
-        "tokens that attention sees, in exports; training sequences must fit in it, so it has no effect here; 0 = all; "
-        "none = the variant's",
+        None, "tokens that attention sees, in exports; training sequences must fit in it, so it has no effect; 0 = all"
     )
     block: str | None = setting(
         None, "user-defined decoder block, as package.module:Class (docs/extending.md); none = the project's"
     )
-    model_family: ModelFamily | None = setting(
-        None, "family whose form exports have, if it can hold the model; none = the variant's"
-    )
-
-    def __post_init__(self) -> None:
-        """Write values that Python may give as text: numbers of `rope_scaling`, in one spelling, and true and false."""
-        bias: object = self.attention_bias
-        if isinstance(bias, bool):
-            object.__setattr__(self, "attention_bias", str(bias).lower())
-        object.__setattr__(self, "rope_scaling", tuple(map(_spell_number, self.rope_scaling)))
-
-
-def _spell_number(value: object) -> str:
-    try:
-        return str(float(str(value)))
-    except ValueError:
-        return str(value)
+    model_family: ModelFamily | None = setting(None, "family whose form exports have, if it can hold the model")
 
 
 @dataclass(frozen=True)
@@ -144,7 +125,6 @@ class DataConfig:
     data_path: str | None = setting(
         None,
         "root folder of the datasets, or its address in an object store (s3://, gs://, abfss://)",
-        silent_change=True,
         per_node=True,
         may_be_address=True,
     )
@@ -186,13 +166,12 @@ class DataConfig:
     logical_shards: PositiveInt = setting(1024, "pieces per dataset; the order of the data depends on this number")
     document_mask: bool = setting(False, "limit attention and labels to each document; positions restart at each")
     num_workers: NonNegativeInt = setting(
-        1, "threads per process that read ahead; no effect on the data", silent_change=True, per_node=True
+        1, "threads per process that read ahead; no effect on the data", per_node=True
     )
     file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
         "auto",
         "format of the token files: auto (by suffix and content), arrow, arrow_stream, npy, npy_raw, bin, megatron, or "
         "package.module:Class (docs/extending.md)",
-        silent_change=True,
     )
     token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
         None,
@@ -204,14 +183,11 @@ class DataConfig:
         None,
         "tokenizer for generated text and bits per byte: folder, tokenizer.json, address in an object store or name on "
         "the Hugging Face Hub; none = that of the prepared data, else that of the weights, if any",
-        silent_change=True,
         per_node=True,
         may_be_address=True,
     )
     accept_tokenizer: bool = setting(
-        False,
-        "start a new run although the tokenizers of weights, data and tokenizer_path differ",
-        silent_change=True,
+        False, "start a new run although the tokenizers of weights, data and tokenizer_path differ"
     )
     held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
         0.0, "fraction of documents kept for evaluation only", decides="documents"
@@ -219,20 +195,17 @@ class DataConfig:
     index_path: str | None = setting(
         None,
         "folder for document indices; none = each dataset's folder, or the user's cache folder if that is read-only",
-        silent_change=True,
         per_node=True,
     )
     data_cache_path: str | None = setting(
         None,
         "folder on a local disk, shared by the processes of a machine, for the parts of data in an object store that "
         "are in use; none = in memory",
-        silent_change=True,
         per_node=True,
     )
     data_cache_size: ByteSize = setting(
         "4GB",
         "most bytes in data_cache_path or, without it, in the memory of a machine's processes, as 200GB or 64GiB",
-        silent_change=True,
         per_node=True,
     )
     skip_samples: tuple[str, ...] = setting(
@@ -297,9 +270,7 @@ class RunConfig:
     )
     seed: NonNegativeInt = setting(2023, "seed of the initial weights and of the data order")
     gc_interval: NonNegativeInt = setting(
-        50,
-        "steps between Python's garbage collections, which all processes run at the same step; 0 = Python decides",
-        silent_change=True,
+        50, "steps between Python's garbage collections, which all processes run at the same step; 0 = Python decides"
     )
     cpu_threads: PositiveInt | None = setting(
         None,
@@ -327,15 +298,12 @@ class ParallelConfig:
         "ddp (zero0): shards nothing; zero2: gradients and optimizer state; fsdp (zero3): parameters, too; hsdp, "
         "hsdp_zero2: as fsdp, zero2, but inside groups that replicate each other",
         aliases={"zero0": "ddp", "zero3": "fsdp"},
-        silent_change=True,
     )
     hsdp_group_size: PositiveInt | None = setting(
-        None, "GPUs per sharding group of hsdp and hsdp_zero2; none = the GPUs of a node", silent_change=True
+        None, "GPUs per sharding group of hsdp and hsdp_zero2; none = the GPUs of a node"
     )
     context_parallel_size: PositiveInt = setting(
-        1,
-        "neighboring GPUs that share their sequences, each with a part of every sequence; 1 = whole sequences",
-        silent_change=True,
+        1, "neighboring GPUs that share their sequences, each with a part of every sequence; 1 = whole sequences"
     )
     mixed_precision: bool | None = setting(
         None,
@@ -354,15 +322,14 @@ class ParallelConfig:
     )
     low_cpu_fsdp: bool = setting(True, "initialize the model shard by shard; false = whole on every GPU, then shard")
     fsdp_activation_checkpointing: bool = setting(
-        False, "keep only the blocks' inputs and recompute their activations in the backward pass", silent_change=True
+        False, "keep only the blocks' inputs and recompute their activations in the backward pass"
     )
     selective_checkpointing: str = setting(
         ALL_BLOCKS,
         "blocks that fsdp_activation_checkpointing covers. 1: all; k: every k-th; a fraction (1/3, 0.25): that share; "
         "op: all, but the results of matrix products and attention are kept",
-        silent_change=True,
     )
-    use_torch_compile: bool = setting(False, "compile the blocks; the first step takes longer", silent_change=True)
+    use_torch_compile: bool = setting(False, "compile the blocks; the first step takes longer")
 
 
 @dataclass(frozen=True)
@@ -495,20 +462,17 @@ class CheckpointConfig:
         None,
         "object store address (s3://bucket/runs/mine, gs://, abfss://, file://) to copy checkpoints to; a start "
         "resumes from the newest copy if that is newer than every checkpoint in ckpt_save_path",
-        silent_change=True,
         may_be_address=True,
     )
     init_from: Literal["auto", "resume", "scratch"] = setting(
         "auto",
         "auto: the newest checkpoint in ckpt_save_path, else ckpt_load_path, else initial weights; resume: as auto, "
         "but a checkpoint must exist; scratch: initial weights, refused if ckpt_save_path holds another run",
-        silent_change=True,
     )
     resume_from_checkpoint: str | None = setting(
         None,
         "path, name or step of an older checkpoint of this run to return to, once; newer checkpoints move to "
         "checkpoints/set_aside_<time>/. For a checkpoint of another run: the same as ckpt_load_path",
-        silent_change=True,
     )
     weights_only: bool = setting(
         False, "start a new run from the weights in ckpt_load_path; always so for a Hugging Face folder"
@@ -552,29 +516,21 @@ class EvaluationConfig:
         "A run keeps the number of sequences of its first start",
     )
     eval_tasks: tuple[str, ...] = setting(
-        (), "benchmark tasks, groups or tags of lm-eval (extra `tasks`) to evaluate on", silent_change=True
+        (), "benchmark tasks, groups or tags of lm-eval (extra `tasks`) to evaluate on"
     )
-    eval_tasks_path: str | None = setting(None, "folder with YAML files of more tasks", silent_change=True)
+    eval_tasks_path: str | None = setting(None, "folder with YAML files of more tasks")
     eval_tasks_interval: Duration | None = setting(
-        None,
-        "how often to evaluate on the tasks; 0 = only at the end; none = eval_interval",
-        silent_change=True,
+        None, "how often to evaluate on the tasks; 0 = only at the end; none = eval_interval"
     )
-    eval_tasks_limit: PositiveInt | None = setting(
-        None, "questions per task, the first ones; none = all", silent_change=True
-    )
+    eval_tasks_limit: PositiveInt | None = setting(None, "questions per task, the first ones; none = all")
     eval_tasks_shots: NonNegativeInt | None = setting(
-        None, "examples before each question, unless a task fixes 0; none = as the task says", silent_change=True
+        None, "examples before each question, unless a task fixes 0; none = as the task says"
     )
     evaluators: tuple[str, ...] = setting(
-        (),
-        "user-defined code that evaluations call with the model: package.module:Class (docs/extending.md)",
-        silent_change=True,
+        (), "user-defined code that evaluations call with the model: package.module:Class (docs/extending.md)"
     )
     extra_scores: tuple[str, ...] = setting(
-        (),
-        "user-defined scores for reports and evaluations: package.module:Class (docs/extending.md)",
-        silent_change=True,
+        (), "user-defined scores for reports and evaluations: package.module:Class (docs/extending.md)"
     )
     best_by: str | None = setting(
         None,
@@ -582,20 +538,18 @@ class EvaluationConfig:
         "none = the mean over all sets",
     )
     early_stopping_evaluations: NonNegativeInt = setting(
-        0,
-        "finish the run after this many evaluations in a row without a better value of best_by; 0 = never",
-        silent_change=True,
+        0, "finish the run after this many evaluations in a row without a better value of best_by; 0 = never"
     )
     eval_only: bool = setting(
         False,
         "evaluate ckpt_load_path, or the newest checkpoint in ckpt_save_path; print a table and JSON; write nothing",
         silent_change=True,
     )
-    sample_prompt: str = setting("", "prompt for the generated text; empty = no prompt", silent_change=True)
+    sample_prompt: str = setting("", "prompt for the generated text; empty = no prompt")
     sample_tokens: NonNegativeInt = setting(
-        64, "tokens to generate at the end of the run, if tokenizer_path is given; 0 = none", silent_change=True
+        64, "tokens to generate at the end of the run, if tokenizer_path is given; 0 = none"
     )
-    sample_at_evaluations: bool = setting(False, "generate text after each evaluation, too", silent_change=True)
+    sample_at_evaluations: bool = setting(False, "generate text after each evaluation, too")
 
 
 @dataclass(frozen=True)
@@ -604,9 +558,7 @@ class ReportConfig:
 
     report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = only at the end")
     norms_interval: NonNegativeInt = setting(
-        0,
-        "steps between reports of norms by block (gradient, weight, update, output); 0 = never",
-        silent_change=True,
+        0, "steps between reports of norms by block (gradient, weight, update, output); 0 = never"
     )
     tracker: tuple[Annotated[str, OneOfOr(tuple(TRACKERS))], ...] = setting(
         ("tensorboard",),
