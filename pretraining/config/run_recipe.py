@@ -32,10 +32,7 @@ _NEEDED = ("data_path", "eval_datasets")
 
 
 class LastStart(NamedTuple):
-    """Places of the start that wrote a config.yaml: real path of the run's folder, and working folder; None = unknown.
-
-    Earlier versions recorded none.
-    """
+    """Real path of the run and working folder of the start that wrote a config.yaml; None = unknown."""
 
     folder: Path | None = None
     working_folder: Path | None = None
@@ -48,11 +45,9 @@ def comment_of_start(run: Path) -> str:
 
 def last_start(run: Path) -> LastStart:
     """Return the places of the last start of the run in a folder."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         first = read_file(run / RUN_CONFIG_FILE).partition(b"\n")[0].decode()
-        places = parse_json(first.removeprefix(_COMMENT)) if first.startswith(_COMMENT) else ()
-        if isinstance(places, list) and [type(place) for place in places] == [str, str]:
-            return LastStart(*map(Path, places))
+        return LastStart(*map(Path, parse_json(first.removeprefix(_COMMENT))))
     return LastStart()
 
 

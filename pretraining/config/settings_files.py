@@ -23,6 +23,9 @@ _MOST_VALUES = 2**14
 """A file of this size takes the parser a second."""
 
 
+_NUMBERS_AS_TEXT = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), str)
+
+
 def read_text(path: Path, name: str) -> str:
     """Return the text of a settings file, without a byte order mark; `name` is its name in messages.
 
@@ -36,7 +39,7 @@ def read_text(path: Path, name: str) -> str:
 
 
 def parse_tree(content: str, name: str, suffix: str = ".yaml") -> Any:
-    """Parse the content of a settings file into mappings and lists, with text or None as leaves.
+    """Parse untrusted settings into mappings and lists, with text or None as leaves.
 
     Args:
         content: text of the file.
@@ -44,34 +47,20 @@ def parse_tree(content: str, name: str, suffix: str = ".yaml") -> Any:
         suffix: .json for JSON; YAML otherwise.
 
     Raises:
-        ConfigError: the content is malformed.
+        ConfigError: the content is malformed, too large, nested too deep, also after its aliases are expanded, or would
+            build an object.
     """
     is_json = suffix == ".json"
     try:
-        return read_json(content) if is_json else read_yaml(content)
+        if len(content) > LARGEST_FILE_BYTES:
+            raise ValueError(f"it has more than {LARGEST_FILE_BYTES:,} characters")
+        if is_json:
+            return _as_texts(parse_json(content, object_pairs_hook=_mapping_of, **_NUMBERS_AS_TEXT))
+        return _as_texts(yaml.load(content, Loader=_TextLoader))
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"recipe {name} is not valid {'JSON' if is_json else 'YAML'}: {error}") from error
-
-
-def read_json(content: str) -> Any:
-    """Parse untrusted JSON with scalars as text; a ValueError if it is malformed."""
-    hooks = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), str)
-    return _as_texts(parse_json(content, object_pairs_hook=_mapping_of, **hooks))
-
-
-def read_yaml(content: str) -> Any:
-    """Parse untrusted YAML with scalars as text.
-
-    Raises:
-        yaml.YAMLError: the content is malformed, or would build an object.
-        ValueError: the content is too large or nested too deep, also after its aliases are expanded.
-    """
-    if len(content) > LARGEST_FILE_BYTES:
-        raise ValueError(f"it has more than {LARGEST_FILE_BYTES:,} characters")
-    try:
-        return _as_texts(yaml.load(content, Loader=_TextLoader))
     except RecursionError:
-        raise ValueError("lists and mappings are nested too deep") from None
+        raise ConfigError(f"recipe {name}: lists and mappings are nested too deep") from None
 
 
 def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ NormPosition = Literal["pre", "post"]
 ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite"]
 Float8Scaling = Literal["tensorwise", "rowwise"]
 Width = Annotated[int, Ge(1), Le(10**7)]
-DecayFactor = Annotated[float, Ge(0), Lt(1)]
+Share = Annotated[float, Ge(0), Lt(1)]
 
 NO_TOKEN = -1
 """Value of `bos_token` or `sep_token` for no such token, whatever prepare.json says."""
@@ -129,9 +129,7 @@ class DataConfig:
         may_be_address=True,
     )
     datasets: tuple[str, ...] = setting(
-        (),
-        "sub-folders of data_path with token files, or token files; empty = every such sub-folder",
-        silent_change=True,
+        (), "sub-folders of data_path with token files, or token files; empty = all", silent_change=True
     )
     weights: tuple[float, ...] = setting((), "proportions of the datasets; empty = their tokens", silent_change=True)
     seq_length: PositiveInt = setting(4096, "tokens per sequence")
@@ -143,40 +141,30 @@ class DataConfig:
     )
     bos_token: Annotated[int, Ge(NO_TOKEN)] | None = setting(
         None,
-        "token id to add before every document that lacks it; not given = begin_of_text of prepare.json, if any; none "
-        "or -1 = no token",
+        "token id before documents that lack it; not given = begin_of_text of prepare.json; none or -1 = no token",
         typed_none=NO_TOKEN,
         decides="documents",
     )
     sep_token: Annotated[int, Ge(NO_TOKEN)] | None = setting(
         None,
-        "token id to add after every document that lacks it; not given = end_of_text of prepare.json, if any; none or "
-        "-1 = no token",
+        "token id after documents that lack it; not given = end_of_text of prepare.json; none or -1 = no token",
         typed_none=NO_TOKEN,
         decides="documents",
     )
     strip_tokens: tuple[NonNegativeInt, ...] = setting(
-        (),
-        "token ids to remove at both ends of every document, before bos_token and sep_token are added",
-        decides="documents",
+        (), "token ids to remove at both ends of documents, before bos and sep are added", decides="documents"
     )
-    min_length: PositiveInt = setting(
-        1, "skip documents with fewer tokens, counted after strip_tokens", decides="documents"
-    )
+    min_length: PositiveInt = setting(1, "skip documents with fewer tokens after strip_tokens", decides="documents")
     logical_shards: PositiveInt = setting(1024, "pieces per dataset; the order of the data depends on this number")
     document_mask: bool = setting(False, "limit attention and labels to each document; positions restart at each")
     num_workers: NonNegativeInt = setting(
         1, "threads per process that read ahead; no effect on the data", per_node=True
     )
     file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
-        "auto",
-        "format of the token files: auto (by suffix and content), arrow, arrow_stream, npy, npy_raw, bin, megatron, or "
-        "package.module:Class (docs/extending.md)",
+        "auto", "format of the token files (docs/extending.md); auto: by suffix and content"
     )
     token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
-        None,
-        "type of the tokens in .bin and .npy files without a header",
-        decides="samples",  # the format puts it into indices
+        None, "type of the tokens in .bin and .npy files without a header", decides="samples"
     )
     col_name: str = setting("tokens", "column of the token files with the token ids", decides="documents")
     tokenizer_path: str | None = setting(
@@ -189,29 +177,19 @@ class DataConfig:
     accept_tokenizer: bool = setting(
         False, "start a new run although the tokenizers of weights, data and tokenizer_path differ"
     )
-    held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
-        0.0, "fraction of documents kept for evaluation only", decides="documents"
-    )
+    held_out_fraction: Share = setting(0.0, "fraction of documents kept for evaluation only", decides="documents")
     index_path: str | None = setting(
-        None,
-        "folder for document indices; none = each dataset's folder, or the user's cache folder if that is read-only",
-        per_node=True,
+        None, "folder for document indices; none = each dataset's, or the user's cache folder", per_node=True
     )
     data_cache_path: str | None = setting(
-        None,
-        "folder on a local disk, shared by the processes of a machine, for the parts of data in an object store that "
-        "are in use; none = in memory",
-        per_node=True,
+        None, "local folder for the parts in use of data in an object store; none = in memory", per_node=True
     )
     data_cache_size: ByteSize = setting(
-        "4GB",
-        "most bytes in data_cache_path or, without it, in the memory of a machine's processes, as 200GB or 64GiB",
-        per_node=True,
+        "4GB", "most bytes in data_cache_path, else in the memory of a machine: 200GB, 64GiB", per_node=True
     )
     skip_samples: tuple[str, ...] = setting(
         (),
-        "samples to skip: ranges A-B of global sample numbers, both included, as this start plans the run; a resumed "
-        "run also skips those in its checkpoint",
+        "samples to skip, A-B, both included, as this start numbers them; those in the checkpoint stay skipped",
         silent_change=True,
     )
     bad_documents: Literal["stop", "quarantine"] = setting(
@@ -261,9 +239,7 @@ class RunConfig:
         None, "stop after this many steps in this start; the schedule still ends at num_steps", silent_change=True
     )
     time_limit: Time | None = setting(
-        None,
-        "save and stop this long after the job started (23h30min); 0s = never; none = 5 minutes before a SLURM job "
-        "ends",
+        None, "save and stop this long after the job began (23h30min); 0s = never; none = 5 min before SLURM ends it"
     )
     max_starts_without_progress: NonNegativeInt = setting(
         5, "refuse to start after this many starts in a row without progress (docs/reliability.md); 0 = never"
@@ -280,9 +256,7 @@ class RunConfig:
     )
     deterministic: bool = setting(False, "use only kernels that return the same bits each time (slower on CUDA)")
     ignore_memory: bool = setting(False, "start even if the estimate exceeds the memory", silent_change=True)
-    dry_run: bool = setting(
-        False, "print the settings with their sources, the plan and the first batch; write nothing", silent_change=True
-    )
+    dry_run: bool = setting(False, "print settings, plan and first batch; write nothing", silent_change=True)
 
 
 @dataclass(frozen=True)
@@ -290,25 +264,19 @@ class ParallelConfig:
     """Sharding over GPUs, precision and activation checkpointing."""
 
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: GPUs if there are any; cuda: an error without GPUs")
-    backend: Literal["auto", "nccl", "gloo"] = setting(
-        "auto", "communication library; auto: nccl on GPUs, gloo on CPUs"
-    )
+    backend: Literal["auto", "nccl", "gloo"] = setting("auto", "communication; auto: nccl on GPUs, gloo on CPUs")
     sharding_strategy: ShardingStrategy = setting(
         "fsdp",
         "ddp (zero0): shards nothing; zero2: gradients and optimizer state; fsdp (zero3): parameters, too; hsdp, "
         "hsdp_zero2: as fsdp, zero2, but inside groups that replicate each other",
         aliases={"zero0": "ddp", "zero3": "fsdp"},
     )
-    hsdp_group_size: PositiveInt | None = setting(
-        None, "GPUs per sharding group of hsdp and hsdp_zero2; none = the GPUs of a node"
-    )
+    hsdp_group_size: PositiveInt | None = setting(None, "GPUs per group of hsdp, hsdp_zero2; none = those of a node")
     context_parallel_size: PositiveInt = setting(
         1, "neighboring GPUs that share their sequences, each with a part of every sequence; 1 = whole sequences"
     )
     mixed_precision: bool | None = setting(
-        None,
-        "compute in mp_dtype, with master weights, optimizer and gradient reduction in float32; none = if the device "
-        "supports it in hardware",
+        None, "compute in mp_dtype; weights, optimizer and sums of gradients in float32; none = if the device can"
     )
     mp_dtype: Literal["bfloat16", "float16"] = setting(
         "bfloat16",
@@ -316,9 +284,7 @@ class ParallelConfig:
         aliases={"bf16": "bfloat16", "fp16": "float16"},
     )
     float8: Float8Scaling | None = setting(
-        None,
-        "float8 for the blocks' matrix products, with one scale per tensor (tensorwise) or row (rowwise); needs "
-        "torchao and compute capability 8.9 or higher",
+        None, "float8 for products in blocks (needs torchao), with a scale per tensor (tensorwise) or row (rowwise)"
     )
     low_cpu_fsdp: bool = setting(True, "initialize the model shard by shard; false = whole on every GPU, then shard")
     fsdp_activation_checkpointing: bool = setting(
@@ -337,9 +303,7 @@ class OptimizerConfig:
     """The optimizer and its settings."""
 
     optimizer: Annotated[str, OneOfOr(tuple(OPTIMIZERS))] = setting(
-        "adamw",
-        "adamw, adam, nadam, rmsprop, sgd, sgdm (with momentum), normalized_sgdm, muon (hidden matrices; AdamW for "
-        "the other parameters), or package.module:Class (docs/extending.md)",
+        "adamw", "muon: for hidden matrices, with AdamW for the other parameters (docs/extending.md: user-defined ones)"
     )
     optimizer_options: tuple[str, ...] = setting((), "arguments of a user-defined optimizer: key=value")
     learning_rate: NonNegativeFloat | None = setting(
@@ -350,16 +314,16 @@ class OptimizerConfig:
         "weight decay, except for norms and embeddings; decoupled in adamw, nadam, muon, normalized_sgdm; none = 0.1 "
         "for adamw, nadam, muon, else 0",
     )
-    adam_beta1: DecayFactor = setting(0.9, "adamw, adam, nadam, muon: decay of the first moment")
-    adam_beta2: DecayFactor = setting(0.95, "adamw, adam, nadam, muon: decay of the second moment")
+    adam_beta1: Share = setting(0.9, "adamw, adam, nadam, muon: decay of the first moment")
+    adam_beta2: Share = setting(0.95, "adamw, adam, nadam, muon: decay of the second moment")
     adam_epsilon: NonNegativeFloat = setting(
         1e-8, "adamw, adam, nadam, rmsprop, muon: added to the root of the second moment"
     )
-    momentum: DecayFactor | None = setting(
+    momentum: Share | None = setting(
         None, "momentum of sgdm, normalized_sgdm (none = 0.9), rmsprop (none = 0) and muon (none = 0.95)"
     )
     nesterov: bool | None = setting(None, "Nesterov momentum in sgdm (none = false) and muon (none = true)")
-    rms_alpha: DecayFactor | None = setting(None, "rmsprop: decay of the mean square; none = 0.99")
+    rms_alpha: Share | None = setting(None, "rmsprop: decay of the mean square; none = 0.99")
     muon_adam_learning_rate: NonNegativeFloat | None = setting(
         None, "muon: peak learning rate of the parameters under AdamW; none = learning_rate"
     )
@@ -413,9 +377,7 @@ class ScheduleConfig:
         aliases={"warmup_stable_decay": "wsd"},
     )
     training_stage: Literal["initial", "annealing"] = setting(
-        "initial",
-        "annealing: instead of the schedule, a straight line from the peak, at the step where this stage begins, to "
-        "zero at num_steps",
+        "initial", "annealing: instead of the schedule, a straight line from the peak, where this stage begins, to zero"
     )
     warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
     stable_steps: PartOfRun | None = setting(None, "wsd, trapezoid: length at the peak; the decay takes the rest")
@@ -515,9 +477,7 @@ class EvaluationConfig:
         "global batches per evaluation of the held-out documents, and of each of eval_datasets; each set at most once. "
         "A run keeps the number of sequences of its first start",
     )
-    eval_tasks: tuple[str, ...] = setting(
-        (), "benchmark tasks, groups or tags of lm-eval (extra `tasks`) to evaluate on"
-    )
+    eval_tasks: tuple[str, ...] = setting((), "tasks, groups or tags of lm-eval (extra `tasks`) to evaluate on")
     eval_tasks_path: str | None = setting(None, "folder with YAML files of more tasks")
     eval_tasks_interval: Duration | None = setting(
         None, "how often to evaluate on the tasks; 0 = only at the end; none = eval_interval"
@@ -526,29 +486,20 @@ class EvaluationConfig:
     eval_tasks_shots: NonNegativeInt | None = setting(
         None, "examples before each question, unless a task fixes 0; none = as the task says"
     )
-    evaluators: tuple[str, ...] = setting(
-        (), "user-defined code that evaluations call with the model: package.module:Class (docs/extending.md)"
-    )
-    extra_scores: tuple[str, ...] = setting(
-        (), "user-defined scores for reports and evaluations: package.module:Class (docs/extending.md)"
-    )
+    evaluators: tuple[str, ...] = setting((), "code to call with the model: package.module:Class (docs/extending.md)")
+    extra_scores: tuple[str, ...] = setting((), "user-defined scores: package.module:Class (docs/extending.md)")
     best_by: str | None = setting(
         None,
-        "evaluation set whose loss decides which checkpoint is best, <task>/<metric>, or a number of evaluators; "
-        "none = the mean over all sets",
+        "decides the best checkpoint: evaluation set, <task>/<metric> or number of evaluators; none = mean of sets",
     )
     early_stopping_evaluations: NonNegativeInt = setting(
         0, "finish the run after this many evaluations in a row without a better value of best_by; 0 = never"
     )
     eval_only: bool = setting(
-        False,
-        "evaluate ckpt_load_path, or the newest checkpoint in ckpt_save_path; print a table and JSON; write nothing",
-        silent_change=True,
+        False, "evaluate ckpt_load_path, else the newest checkpoint; print it, write nothing", silent_change=True
     )
     sample_prompt: str = setting("", "prompt for the generated text; empty = no prompt")
-    sample_tokens: NonNegativeInt = setting(
-        64, "tokens to generate at the end of the run, if tokenizer_path is given; 0 = none"
-    )
+    sample_tokens: NonNegativeInt = setting(64, "tokens to generate at the end, if there is a tokenizer; 0 = none")
     sample_at_evaluations: bool = setting(False, "generate text after each evaluation, too")
 
 
@@ -561,15 +512,14 @@ class ReportConfig:
         0, "steps between reports of norms by block (gradient, weight, update, output); 0 = never"
     )
     tracker: tuple[Annotated[str, OneOfOr(tuple(TRACKERS))], ...] = setting(
-        ("tensorboard",),
-        "trackers besides logs/metrics.jsonl: tensorboard, wandb, mlflow, or package.module:Class (docs/extending.md)",
+        ("tensorboard",), "trackers besides logs/metrics.jsonl (docs/extending.md: user-defined ones)"
     )
     tracker_dir: str | None = setting(None, "folder for the trackers' files; none = <ckpt_save_path>/logs")
     tracker_project_name: str | None = setting(
         None, "wandb project or mlflow experiment; none = the service's own setting, else pretraining"
     )
     tracker_run_name: str | None = setting(
-        None, "run name in wandb and mlflow; none = WANDB_NAME, else the run folder's name"
+        None, "run name in wandb and mlflow; none = WANDB_NAME, else the run folder's"
     )
     tracker_run_id: str | None = setting(None, "wandb or mlflow run to resume; none = the run folder's, or a new one")
     progress: Literal["auto", "live", "plain"] = setting(
@@ -631,8 +581,7 @@ class ProfilerConfig:
         False, "trace some steps into <ckpt_save_path>/profile_traces and print a summary of their time"
     )
     profile_steps: tuple[str, ...] = setting(
-        (),
-        "steps to profile, A-B, counted from 1; empty = steps 4 to 6 of each start, unless profile_interval is given",
+        (), "steps to profile, A-B, from 1; empty = 4 to 6 of each start, unless profile_interval is given"
     )
     profile_interval: Duration = setting(Duration(0, "steps"), "how often to profile three steps; 0 = never")
     profiler_rank0_only: bool = setting(True, "trace rank 0 only; false = all ranks, one file each")
