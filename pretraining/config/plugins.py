@@ -71,47 +71,38 @@ class OptimizerEntry(Entry):
     matrix_moments: tuple[str, ...] | None = None
 
 
+def _rates(learning_rate: float, weight_decay: float, **more: float) -> Mapping[str, float]:
+    return {"learning_rate": learning_rate, "weight_decay": weight_decay, **more}
+
+
+_ADAPTIVE, _MOMENTUM = "pretraining.optim.adaptive", "pretraining.optim.momentum"
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_OF_MUON = ("momentum", "nesterov", "muon_ns_steps", "muon_adam_learning_rate", "muon_adam_weight_decay", *_OF_ADAM)
 _ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-_MOMENTUM = ("momentum_buffer",)
+_BUFFER = ("momentum_buffer",)
 OPTIMIZERS = {
-    "adamw": OptimizerEntry(
-        "pretraining.optim.adaptive:FusedAdamW", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.1}, _ADAM_MOMENTS
-    ),
-    "adam": OptimizerEntry(
-        "pretraining.optim.adaptive:FusedAdam", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.0}, _ADAM_MOMENTS
-    ),
-    "sgd": OptimizerEntry("pretraining.optim.momentum:SGD", (), {"learning_rate": 0.1, "weight_decay": 0.0}, ()),
+    "adamw": OptimizerEntry(f"{_ADAPTIVE}:FusedAdamW", _OF_ADAM, _rates(3e-4, 0.1), _ADAM_MOMENTS),
+    "adam": OptimizerEntry(f"{_ADAPTIVE}:FusedAdam", _OF_ADAM, _rates(3e-4, 0.0), _ADAM_MOMENTS),
+    "sgd": OptimizerEntry(f"{_MOMENTUM}:SGD", (), _rates(0.1, 0.0), ()),
     "sgdm": OptimizerEntry(
-        "pretraining.optim.momentum:SGD",
-        ("momentum", "nesterov"),
-        {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False},
-        _MOMENTUM,
+        f"{_MOMENTUM}:SGD", ("momentum", "nesterov"), _rates(0.1, 0.0, momentum=0.9, nesterov=False), _BUFFER
     ),
     "normalized_sgdm": OptimizerEntry(
-        "pretraining.optim.momentum:NormalizedSGDM",
-        ("momentum",),
-        {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9},
-        _MOMENTUM,
+        f"{_MOMENTUM}:NormalizedSGDM", ("momentum",), _rates(0.1, 0.0, momentum=0.9), _BUFFER
     ),
-    "nadam": OptimizerEntry(
-        "pretraining.optim.adaptive:NAdamW",
-        _OF_ADAM,
-        {"learning_rate": 3e-4, "weight_decay": 0.1},
-        _ADAM_MOMENTS,
-    ),
+    "nadam": OptimizerEntry(f"{_ADAPTIVE}:NAdamW", _OF_ADAM, _rates(3e-4, 0.1), _ADAM_MOMENTS),
     "rmsprop": OptimizerEntry(
-        "pretraining.optim.adaptive:RMSprop",
+        f"{_ADAPTIVE}:RMSprop",
         ("rms_alpha", "momentum", "adam_epsilon"),
-        {"learning_rate": 3e-4, "weight_decay": 0.0, "rms_alpha": 0.99, "momentum": 0.0},
-        ("square_avg", *_MOMENTUM),
+        _rates(3e-4, 0.0, rms_alpha=0.99, momentum=0.0),
+        ("square_avg", *_BUFFER),
     ),
     "muon": OptimizerEntry(
         "pretraining.optim.muon:muon",
-        ("momentum", "nesterov", "muon_ns_steps", "muon_adam_learning_rate", "muon_adam_weight_decay", *_OF_ADAM),
-        {"learning_rate": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "muon_ns_steps": 5},
+        _OF_MUON,
+        _rates(1e-3, 0.1, momentum=0.95, nesterov=True, muon_ns_steps=5),
         _ADAM_MOMENTS,
-        matrix_moments=_MOMENTUM,
+        matrix_moments=_BUFFER,
     ),
 }
 _WARMUP_AND_DECAY = "pretraining.optim.schedules:warmup_and_decay"

@@ -22,9 +22,9 @@ from pretraining.checkpoint.manifest import Manifest
 from pretraining.cli import COMMANDS, HEAD_START, main
 from pretraining.config.command_line import read_words
 from pretraining.config.fields import settings_of
-from pretraining.config.read import load_train_config
+from pretraining.config.read import check_config, load_train_config
 from pretraining.config.recipe_files import dump_config
-from pretraining.config.rules import check_config, find_problems
+from pretraining.config.rules import find_problems
 from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
 from pretraining.config.values import limit_problem, parse_value
 from pretraining.config.variants import resolve_shape

@@ -147,11 +147,7 @@ def _set_validation(translation: Translation) -> None:
     """Set the evaluation data: a fraction, or a split of the dataset."""
     key, text = "validation_split", translation.text("validation_split") or ""
     dataset = translation.text("dataset_name") or ""
-    if {"eval_datasets", "held_out_fraction"} & translation.flags.keys():
-        translation.set(key, "the command line sets the evaluation data")
-    elif {"data_path", "use_dummy_dataset"} & translation.flags.keys():
-        translation.set(key, "1% of the data that the command line names", held_out_fraction=0.01)
-    elif parse_number(text) is not None:
+    if parse_number(text) is not None:
         translation.set(key, held_out_fraction=text)
     elif Path(dataset).suffix and "*" not in dataset:
         translation.set(key, "a file has no splits: 1% of its documents", held_out_fraction=0.01)
