@@ -123,7 +123,6 @@ ROWS = (
         "this strategy has no replicas; give --replica_check_interval=0, or a strategy with replicas",
     ),
     # checkpoints
-    Row({"ckpt_save_path": [""]}, "name the run folder"),
     Row({"weights_only": [True], "ckpt_load_path": is_off}, "name the run or checkpoint whose weights to load"),
     Row({"init_from": ["scratch"], "ckpt_load_path": is_on}, f"a run from scratch loads nothing; {DROP_ONE}"),
     Row({"init_from": ["scratch"], "resume_from_checkpoint": is_on}, f"a run from scratch loads nothing; {DROP_ONE}"),

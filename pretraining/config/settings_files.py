@@ -39,7 +39,7 @@ def read_text(path: Path, name: str) -> str:
 
 
 def parse_tree(content: str, name: str, suffix: str = ".yaml") -> Any:
-    """Parse untrusted settings into mappings and lists, with text or None as leaves.
+    """Parse the content of a settings file into mappings and lists, with text or None as leaves.
 
     Args:
         content: text of the file.
@@ -47,20 +47,30 @@ def parse_tree(content: str, name: str, suffix: str = ".yaml") -> Any:
         suffix: .json for JSON; YAML otherwise.
 
     Raises:
-        ConfigError: the content is malformed, too large, nested too deep, also after its aliases are expanded, or would
-            build an object.
+        ConfigError: the content is malformed.
     """
     is_json = suffix == ".json"
     try:
-        if len(content) > LARGEST_FILE_BYTES:
-            raise ValueError(f"it has more than {LARGEST_FILE_BYTES:,} characters")
         if is_json:
             return _as_texts(parse_json(content, object_pairs_hook=_mapping_of, **_NUMBERS_AS_TEXT))
-        return _as_texts(yaml.load(content, Loader=_TextLoader))
+        return read_yaml(content)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"recipe {name} is not valid {'JSON' if is_json else 'YAML'}: {error}") from error
+
+
+def read_yaml(content: str) -> Any:
+    """Parse untrusted YAML with scalars as text.
+
+    Raises:
+        yaml.YAMLError: the content is malformed, or would build an object.
+        ValueError: the content is too large or nested too deep, also after its aliases are expanded.
+    """
+    if len(content) > LARGEST_FILE_BYTES:
+        raise ValueError(f"it has more than {LARGEST_FILE_BYTES:,} characters")
+    try:
+        return _as_texts(yaml.load(content, Loader=_TextLoader))
     except RecursionError:
-        raise ConfigError(f"recipe {name}: lists and mappings are nested too deep") from None
+        raise ValueError("lists and mappings are nested too deep") from None
 
 
 def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from pretraining.config.fields import settings_of
 from pretraining.config.read import check_config, load_train_config
 from pretraining.config.recipe_files import dump_config
 from pretraining.config.rules import find_problems
-from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.config.values import limit_problem, parse_value
 from pretraining.config.variants import resolve_shape
 from pretraining.errors import Preempted
@@ -279,7 +279,6 @@ def test_the_dataset_is_named_after_its_input(config: PrepareConfig, name: str) 
         (PrepareConfig(input_path=("a",), dataset="x/y"), "dataset"),
         (PrepareConfig(source="stdlib", hf_config="en"), "hf_config"),
         (ImportConfig(input_path="a", ckpt_save_path=""), "ckpt_save_path"),
-        (TrainConfig(data=DataConfig(data_path="d"), checkpoint=CheckpointConfig(ckpt_save_path="")), "ckpt_save_path"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(config: Any, named: str) -> None:
