@@ -91,6 +91,12 @@ def test_dimensions_that_are_not_given_are_the_variants_or_derived(
     assert {name: getattr(shape, name) for name in values} == values
 
 
+SCALINGS = """
+    8 0.5,1,4,8e3 8,4,4,8e3 8,0,4,8e3 8,1,4,0.5 inf,1,4,8e3 linear:0.5 linear:4,8192 linear:4,truncate=false yarn:4
+    yarn:4,8192,mscale=1 yarn:4,8192,beta_fast=1 yarn:nan,8192 dynamic:4
+"""
+
+
 @pytest.mark.parametrize(
     ("model", "problems"),
     [
@@ -100,25 +106,7 @@ def test_dimensions_that_are_not_given_are_the_variants_or_derived(
             ["4096 / num_attention_heads=30 = 136.53", "30 / num_key_value_heads=7 = 4.29"],
         ),
         (ModelConfig(model_variant="tiny", hidden_size=36), ["head_dim=9 must be even"]),
-        *(
-            (ModelConfig(rope_scaling=scaling), ["--rope_scaling="])
-            for scaling in (
-                ("8",),
-                ("0.5", "1", "4", "8e3"),
-                ("8", "4", "4", "8e3"),
-                ("8", "0", "4", "8e3"),
-                ("8", "1", "4", "0.5"),
-                ("inf", "1", "4", "8e3"),
-                ("linear:0.5",),
-                ("linear:4", "8192"),
-                ("linear:4", "truncate=false"),
-                ("yarn:4",),
-                ("yarn:4", "8192", "mscale=1"),
-                ("yarn:4", "8192", "beta_fast=1"),
-                ("yarn:nan", "8192"),
-                ("dynamic:4",),
-            )
-        ),
+        *((ModelConfig(rope_scaling=tuple(scaling.split(","))), ["--rope_scaling="]) for scaling in SCALINGS.split()),
     ],
 )
 def test_an_impossible_model_is_refused_with_the_arithmetic(model: ModelConfig, problems: list[str]) -> None:
@@ -130,11 +118,8 @@ def test_an_impossible_model_is_refused_with_the_arithmetic(model: ModelConfig, 
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"hidden_size": 10**9}, "hidden_size=1000000000: the largest value is"),
-        ({"num_hidden_layers": "2"}, "num_hidden_layers='2': a whole number is needed"),
         ({"vocab_size": None}, "vocab_size=None: a value is needed"),
         ({"logits_scaling": 0.0}, "logits_scaling=0.0: it must be above 0"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: a finite number is needed"),
         ({"qk_norm": "x" * 10**6}, "qk_norm='xxx"),
         ({"block": "my_blocks"}, "block='my_blocks' is not of the form"),
         ({"rope_scaling": replace(STRETCHED, factor=10**400)}, "factor=10000"),
