@@ -176,11 +176,13 @@ class Trainer:
         with _embedded(config) as (layout, requests, _):
             from pretraining.tools.evaluate import evaluate_checkpoint
 
-            hook, own = self._hook(), self._evaluators
-            found = evaluate_checkpoint(config, layout, requests, hook=hook, evaluators=own, is_embedded=True)
-            for line in found.lines():
+            hook, evaluators = self._hook(), self._evaluators
+            evaluated = evaluate_checkpoint(
+                config, layout, requests, hook=hook, evaluators=evaluators, is_embedded=True
+            )
+            for line in evaluated.lines():
                 log.info("%s", line)
-        return found.as_json()
+        return evaluated.as_json()
 
     def save(
         self, path: str | Path, format: Literal["hf", "full"] = "hf", dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -249,10 +251,10 @@ class Trainer:
         from pretraining.tools.sample import continue_prompt
 
         is_on_gpu = torch.cuda.is_available() and self.config.parallel.device != "cpu"
-        found = continue_prompt(config, "cuda" if is_on_gpu else "cpu")
+        continuation = continue_prompt(config, "cuda" if is_on_gpu else "cpu")
         if isinstance(prompt, str):
-            return "".join(found.text())
-        return list(found.new)
+            return "".join(continuation.text())
+        return list(continuation.new)
 
     def _source(self, path: str | Path | None) -> str:
         """Return the path of the weights: the caller's, else this run's, else those that this run would start from."""

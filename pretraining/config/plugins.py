@@ -147,14 +147,14 @@ def load_plugin(flag: str, path: str) -> Any:
         sys.path.append(str(Path.cwd()))
     try:
         with plugin_errors(flag, path):
-            found: Any = importlib.import_module(module_name)
+            plugin: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"--{flag}={path}: {module_name} cannot be imported ({error})") from error
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(plugin, part):
             raise ConfigError(f"--{flag}={path}: {module_name} has no {name}")
-        found = getattr(found, part)
-    return found
+        plugin = getattr(plugin, part)
+    return plugin
 
 
 @contextmanager

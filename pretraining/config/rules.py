@@ -80,27 +80,27 @@ class Rules:
     def problems(self, config: Any) -> list[Problem]:
         """Return the problems of a configuration whose single values are valid."""
         values = values_of(config)
-        found: list[str | Problem] = [problem for row in self.rows if (problem := row.problem(values)) is not None]
+        problems: list[str | Problem] = [problem for row in self.rows if (problem := row.problem(values)) is not None]
         for check in self.checks:
             try:
-                found.extend(check(config))
+                problems.extend(check(config))
             except ConfigError as error:
-                found.extend(error.found)
-        return ConfigError(found).found
+                problems.extend(error.found)
+        return ConfigError(problems).found
 
 
 NO_EVALUATION_SET = {"held_out_fraction": is_off, "eval_datasets": is_off}
 NO_EVALUATION = {**NO_EVALUATION_SET, "eval_tasks": is_off, "evaluators": is_off}
 DROP_ONE = "leave one of them out"
+_WITH_POINTS = [name for name, entry in SCHEDULES.items() if "schedule_points" in entry.options]
+_WITHOUT_GROUPS = [name for name, strategy in STRATEGIES.items() if not strategy.in_groups]
+_WITHOUT_REPLICAS = [name for name in _WITHOUT_GROUPS if STRATEGIES[name].shards_gradients]
 ROWS = (
     # length and schedule
     Row({"num_steps": is_off}, "give a length, in steps (1000), tokens (5Btok) or epochs (2ep)"),
     Row({"stable_steps": is_given, "decay_steps": is_given}, "both set the start of the decay: keep one"),
     Row(
-        {
-            "schedule": [n for n, each in SCHEDULES.items() if "schedule_points" in each.options],
-            "schedule_points": is_off,
-        },
+        {"schedule": _WITH_POINTS, "schedule_points": is_off},
         "give --schedule_points, as in 0:0,80%:1,100%:0.1",
     ),
     # data, parallelism and precision
@@ -112,14 +112,11 @@ ROWS = (
     Row({"float8": is_on, "mp_dtype": ["float16"]}, f"float8 needs bfloat16 for all other operations; {DROP_ONE}"),
     Row({"mp_dtype": ["float16"], "mixed_precision": [False]}, f"mixed precision is off; {DROP_ONE}"),
     Row(
-        {"hsdp_group_size": is_on, "sharding_strategy": [n for n, each in STRATEGIES.items() if not each.in_groups]},
+        {"hsdp_group_size": is_on, "sharding_strategy": _WITHOUT_GROUPS},
         f"only hsdp and hsdp_zero2 shard inside groups; {DROP_ONE}",
     ),
     Row(
-        {
-            "replica_check_interval": is_on,
-            "sharding_strategy": [n for n, each in STRATEGIES.items() if each.shards_gradients and not each.in_groups],
-        },
+        {"replica_check_interval": is_on, "sharding_strategy": _WITHOUT_REPLICAS},
         "this strategy has no replicas; give --replica_check_interval=0, or a strategy with replicas",
     ),
     # checkpoints
@@ -198,8 +195,8 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[Problem
         config: the configuration.
         unreadable: settings whose given value could not be parsed, and that hold their default.
     """
-    own: Rules = getattr(config, "RULES", Rules())
-    rules = [TRAINING, COMPLETED, own] if isinstance(config, TrainConfig) else [own]
+    rules = [TRAINING, COMPLETED] if isinstance(config, TrainConfig) else []
+    rules.append(getattr(config, "RULES", Rules()))
     problems = [problem for rule in rules for problem in rule.problems(config)]
     return [problem for problem in dict.fromkeys(problems) if set(unreadable).isdisjoint(problem.names)]
 
@@ -277,7 +274,7 @@ def _unread_settings(flag: str, chosen: str, table: Mapping[str, Entry], given: 
 
 def _check_trackers(config: TrainConfig) -> Problems:
     report = config.report
-    services = [each for each in report.tracker if each not in TRACKERS or TRACKERS[each].options]
+    services = [name for name in report.tracker if name not in TRACKERS or TRACKERS[name].options]
     names = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
     given = [name for name in names if getattr(report, name) is not None]
     if len(set(report.tracker)) < len(report.tracker):

@@ -101,12 +101,12 @@ def _find_paths(reader: Reader[TrainConfig], names: Iterable[str], recipe: str, 
         if not reader.settings[name].is_path or not value:
             continue
         paths = value if isinstance(value, tuple) else (value,)
-        found = [_find(path, there) for path in paths]
-        if None in found and name in _NEEDED and not reader.values.get("use_dummy_dataset"):
-            text, here = paths[found.index(None)], Path.cwd()
-            places = f"{here}, nor in {there}, the working folder of the last start" if there else here
-            reader.problems.append(f"{recipe}: {name}: {text} is not in {places}: give --{name}")
-        texts = tuple(new or path for path, new in zip(paths, found, strict=True))
+        places = [_find(path, there) for path in paths]
+        if None in places and name in _NEEDED and not reader.values.get("use_dummy_dataset"):
+            text, here = paths[places.index(None)], Path.cwd()
+            searched = f"{here}, nor in {there}, the working folder of the last start" if there else here
+            reader.problems.append(f"{recipe}: {name}: {text} is not in {searched}: give --{name}")
+        texts = tuple(new or path for path, new in zip(paths, places, strict=True))
         if texts != paths:
             log.info("%-11s %s, found from the working folder of the last start", name, ",".join(texts))
             reader.values[name] = texts if isinstance(value, tuple) else texts[0]

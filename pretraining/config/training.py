@@ -209,7 +209,7 @@ class DataConfig:
 
     def values_that_decide(self, *what: str) -> dict[str, Any]:
         """Return the settings whose `decides` is one of `what`, which includes "documents", as JSON values by name."""
-        values = {name: getattr(self, name) for name, each in settings_of(DataConfig).items() if each.decides in what}
+        values = {name: getattr(self, name) for name, known in settings_of(DataConfig).items() if known.decides in what}
         as_used = {"bos_token": self.bos, "sep_token": self.sep, "strip_tokens": sorted(set(self.strip_tokens))}
         return {**values, **as_used, "held_out_fraction": float(self.held_out_fraction)}
 
@@ -334,9 +334,9 @@ class OptimizerConfig:
     grad_clip_thresh: NonNegativeFloat = setting(1.0, "clip the gradient to this norm; 0 = no clipping")
 
     def resolved(self) -> OptimizerConfig:
-        """Return the same with the optimizer's own defaults in place of none, AdamW's for one of the user's own."""
-        own = OPTIMIZERS.get(self.optimizer, OPTIMIZERS["adamw"]).defaults
-        chosen = replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
+        """Return the settings with the optimizer's defaults in place of none; AdamW's for a user-defined optimizer."""
+        defaults = OPTIMIZERS.get(self.optimizer, OPTIMIZERS["adamw"]).defaults
+        chosen = replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
         of_adam = {"muon_adam_learning_rate": chosen.learning_rate, "muon_adam_weight_decay": chosen.weight_decay}
         unset: dict[str, Any] = {name: value for name, value in of_adam.items() if getattr(self, name) is None}
         return replace(chosen, **unset) if self.optimizer == "muon" else chosen

@@ -299,10 +299,10 @@ def load_block(path: str) -> type[Any]:
             f"the model has blocks of the class {path}, which a checkpoint does not contain: give --block={path} to "
             "import it, or in Python import its module first"
         )
-    found = load_plugin("block", path)
-    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+    block = load_plugin("block", path)
+    if not (isinstance(block, type) and issubclass(block, torch.nn.Module)):
         raise ConfigError(f"--block={path} is no torch.nn.Module: give a class, such as a subclass of DecoderBlock")
-    return found
+    return block
 
 
 # Rotary scaling

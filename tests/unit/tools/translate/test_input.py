@@ -198,13 +198,6 @@ PREPARE = "prepare it first"
     ("name", "content", "expected"),
     [
         ("a.json", '{"max_length": 64, "use_amp": false}', {"mixed_precision": "False"}),
-        ("a.yaml", "model: {hf_config: {hidden_size: 64, max_position_embeddings: 8}}", {"seq_length": "8"}),
-        (
-            "a.yaml",
-            "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 8, attention_bias: true}}",
-            {"head_dim": "8", "attention_bias": "true"},
-        ),
-        ("a.yaml", "lr_scheduler: {total_iterations: 9, warmup_iterations: 2}", {"min_lr_ratio": "0.0"}),
         ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Adam"}}', {"optimizer": "adamw"}),
         ("a.json", '{"train_batch_size": 8, "bf16": {"enabled": "auto"}}', {"mixed_precision": "None"}),
         ("a.json", '{"train_batch_size": 8, "bf16": {"enabled": false}}', {"mixed_precision": "False"}),
@@ -218,13 +211,8 @@ PREPARE = "prepare it first"
         ("a.json", '{"use_amp": false, "pack_sequences": false}', {"document_mask": "True", "packing": "best_fit"}),
         ("a.json", '{"use_amp": true, "pack_sequences": true}', {"packing": "greedy"}),
         ("a.json", '{"use_amp": true, "amp_dtype": "float16"}', {"mixed_precision": "None", "mp_dtype": "float16"}),
-        ("a.json", '{"max_seq_len": 64, "max_length": 8}', {"seq_length": "8", "max_position_embeddings": "64"}),
         ("a.json", '{"use_amp": true, "lr_scheduler": "linear"}', {"schedule": "linear", "min_lr_ratio": "0.0"}),
-        (
-            "a.json",
-            '{"use_deepspeed": false, "deepspeed_config": "gone"}',
-            {"mixed_precision": "None"},
-        ),
+        ("a.json", '{"use_deepspeed": false, "deepspeed_config": "gone"}', {"mixed_precision": "None"}),
         ("a.yaml", "optimizer: {name: rmsprop, beta: 0.8, lr_config: {lr: 1}}", {"rms_alpha": "0.8"}),
         ("a.yaml", "model: {dim: 64, name: 7b}\ntrain: {max_steps: 4}", {"model_variant": "7b"}),
         (
@@ -300,8 +288,7 @@ def test_dotted_arguments_work_without_a_file(caplog: pytest.LogCaptureFixture) 
     caplog.set_level("INFO")
     found = values("optimizer=sgdm", "optimizer.lr_config.lr=1.0", "train.max_steps=100", "optimizer.beta=0.8")
     assert (found["optimizer"], found["learning_rate"], found["momentum"]) == ("sgdm", "0.2", "0.8")
-    assert (found["grad_clip_thresh"], found["weight_decay"], found["schedule"]) == ("0.0", "0.0", "constant")
-    assert found["mixed_precision"] == "False" and "(composed)" in caplog.text
+    assert "(composed)" in caplog.text
     project = "logging.wandb_project=mine", "train.max_steps=5"
     assert values(*project, ckpt_save_path="runs/x")["tracker"] == "('wandb',)"
     assert values(*project, tracker="none")["tracker"] == "()"
