@@ -143,12 +143,7 @@ def _read_recipe(
         ConfigError: every problem of the file.
     """
     path = find_recipe(name, (*RECIPE_SUFFIXES, _PYTHON))
-    try:
-        values = read_settings(path)
-    except ConfigError:
-        if kind is None and path.suffix != _PYTHON:
-            return read_recipe(name)  # which may be empty, or names its problem
-        raise
+    values = read_settings(path)
     kind = kind or _kind_of_file(values, name)
     if kind is None:
         return read_recipe(name)
