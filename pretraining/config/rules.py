@@ -167,7 +167,6 @@ _WITHOUT_RATIO = [name for name, entry in SCHEDULES.items() if "min_lr_ratio" no
 _CHANGED_INTERVAL = {
     "eval_interval": lambda interval: interval not in (EvaluationConfig().eval_interval, Duration(0, "steps"))
 }
-_CHANGED_BATCHES = {"eval_batches": lambda batches: batches != EvaluationConfig().eval_batches}
 _CHANGED_RATIO = {"min_lr_ratio": lambda ratio: ratio != ScheduleConfig().min_lr_ratio}
 INEFFECTIVE = (
     Row({"use_dummy_dataset": [True], "data_path": is_on}, "tokens are generated, and no data is read"),
@@ -182,9 +181,6 @@ INEFFECTIVE = (
         "no weight decay: a tied head counts as the embedding, which does not decay",
     ),
     Row({**_CHANGED_INTERVAL, **NO_EVALUATION}, "there is nothing to evaluate"),
-    Row({**_CHANGED_BATCHES, **NO_EVALUATION_SET}, "there is nothing to evaluate"),
-    Row({"sample_prompt": is_on, "tokenizer_path": is_off, "data_path": is_off}, NO_EFFECT),
-    Row({"sample_prompt": is_on, "sample_tokens": is_off}, NO_EFFECT),
 )
 
 

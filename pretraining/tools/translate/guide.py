@@ -54,10 +54,8 @@ def _include_deepspeed(translation: Translation) -> None:
         return
     if key not in translation:
         return
-    named = Path(translation.text(key) or "").expanduser()
-    beside = Path(translation.values[key].file).parent / named
-    path = next((path for path in (beside, named) if is_file(path)), None)
-    if path is None:
+    path = Path(translation.text(key) or "").expanduser()
+    if not is_file(path):
         translation.refuse(key, "there is no such file: correct or delete this line")
         return
     values = {name: Given(name, text, str(path)) for name, text in read_settings(path).items()}

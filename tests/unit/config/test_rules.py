@@ -150,8 +150,7 @@ def test_a_selection_of_no_blocks_is_refused(selective: str) -> None:
         (["data_path=d", "min_lr_ratio=0.2", "schedule=constant"], ["min_lr_ratio"]),
         (["data_path=d", "min_lr_ratio=0.2", "training_stage=annealing"], ["min_lr_ratio"]),
         (["data_path=d", "min_lr_ratio=0.2", "schedule=mine:schedule"], []),
-        (["use_dummy_dataset=true", "sample_prompt=def"], ["sample_prompt"]),
-        (["data_path=d", "eval_interval=100", "eval_batches=2"], ["eval_interval", "eval_batches"]),
+        (["data_path=d", "eval_interval=100"], ["eval_interval"]),
         (["data_path=d", "eval_interval=0"], []),
         (["data_path=d", "eval_interval=100", "held_out_fraction=5%"], []),
         (
