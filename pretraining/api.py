@@ -176,9 +176,8 @@ class Trainer:
         with _embedded(config) as (layout, requests, _):
             from pretraining.tools.evaluate import evaluate_checkpoint
 
-            hook, evaluators = self._hook(), self._evaluators
             evaluated = evaluate_checkpoint(
-                config, layout, requests, hook=hook, evaluators=evaluators, is_embedded=True
+                config, layout, requests, hook=self._hook(), evaluators=self._evaluators, is_embedded=True
             )
             for line in evaluated.lines():
                 log.info("%s", line)

@@ -47,7 +47,7 @@ def last_start(run: Path) -> LastStart:
     """Return the places of the last start of the run in a folder."""
     with suppress(OSError, ValueError, TypeError):
         first = read_file(run / RUN_CONFIG_FILE).partition(b"\n")[0].decode()
-        return LastStart(*map(Path, parse_json(first.removeprefix(_COMMENT))))
+        return LastStart(*map(Path, parse_json(first.partition(_COMMENT)[2])))
     return LastStart()
 
 
