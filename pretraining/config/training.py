@@ -74,9 +74,7 @@ class ModelConfig:
         None, "size of a head; none = the variant's, or hidden_size / num_attention_heads if both are equal in it"
     )
     vocab_size: Annotated[int, Ge(2), Le(10**9)] | None = setting(
-        None,
-        "rows of the embedding; none = the weights', else the tokenizer's (rounded up to a multiple of 128), else the "
-        "variant's",
+        None, "rows of the embedding; none = the weights', else the tokenizer's in multiples of 128, else the variant's"
     )
     max_position_embeddings: PositiveInt | None = setting(None, "context length in exports")
     rope_theta: Annotated[float, Ge(1)] | None = setting(None, "base of the rotary frequencies")
@@ -91,20 +89,14 @@ class ModelConfig:
     )
     rms_norm_eps: NonNegativeFloat | None = setting(None, "epsilon of RMSNorm")
     tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head")
-    attention_bias: AttentionBias | None = setting(
-        None, "biases of attention: true = q, k, v and o; qkv = without o (Qwen 2)"
-    )
+    attention_bias: AttentionBias | None = setting(None, "true: biases of q, k, v and o; qkv: without o (Qwen 2)")
     mlp_bias: bool | None = setting(None, "biases of the feed-forward layer")
     qk_norm: QkNorm | None = setting(
         None, "norm of queries and keys: over each head (head, Qwen 3), or over all heads (whole, OLMo 2)"
     )
-    norm_position: NormPosition | None = setting(
-        None, "norms before attention and feed-forward layer, or after them (post, OLMo 2)"
-    )
+    norm_position: NormPosition | None = setting(None, "norms before attention and feed-forward, or after (OLMo 2)")
     embedding_multiplier: PositiveFloat | None = setting(None, "factor of embeddings (Granite)")
-    residual_multiplier: PositiveFloat | None = setting(
-        None, "factor of what a block adds to the residual stream (Granite)"
-    )
+    residual_multiplier: PositiveFloat | None = setting(None, "factor of what a block adds (Granite)")
     attention_multiplier: PositiveFloat | None = setting(
         None, "factor of attention scores (Granite); none = the variant's, else 1 / sqrt(head_dim)"
     )
@@ -174,9 +166,7 @@ class DataConfig:
         per_node=True,
         may_be_address=True,
     )
-    accept_tokenizer: bool = setting(
-        False, "start a new run although the tokenizers of weights, data and tokenizer_path differ"
-    )
+    accept_tokenizer: bool = setting(False, "start a new run although tokenizers of weights, data and flag differ")
     held_out_fraction: Share = setting(0.0, "fraction of documents kept for evaluation only", decides="documents")
     index_path: str | None = setting(
         None, "folder for document indices; none = each dataset's, or the user's cache folder", per_node=True
@@ -287,9 +277,7 @@ class ParallelConfig:
         None, "float8 for products in blocks (needs torchao), with a scale per tensor (tensorwise) or row (rowwise)"
     )
     low_cpu_fsdp: bool = setting(True, "initialize the model shard by shard; false = whole on every GPU, then shard")
-    fsdp_activation_checkpointing: bool = setting(
-        False, "keep only the blocks' inputs and recompute their activations in the backward pass"
-    )
+    fsdp_activation_checkpointing: bool = setting(False, "recompute activations of blocks in the backward pass")
     selective_checkpointing: str = setting(
         ALL_BLOCKS,
         "blocks that fsdp_activation_checkpointing covers. 1: all; k: every k-th; a fraction (1/3, 0.25): that share; "
@@ -324,11 +312,9 @@ class OptimizerConfig:
     )
     nesterov: bool | None = setting(None, "Nesterov momentum in sgdm (none = false) and muon (none = true)")
     rms_alpha: Share | None = setting(None, "rmsprop: decay of the mean square; none = 0.99")
-    muon_adam_learning_rate: NonNegativeFloat | None = setting(
-        None, "muon: peak learning rate of the parameters under AdamW; none = learning_rate"
-    )
+    muon_adam_learning_rate: NonNegativeFloat | None = setting(None, "muon: peak rate of AdamW; none = learning_rate")
     muon_adam_weight_decay: NonNegativeFloat | None = setting(
-        None, "muon: weight decay of the output head; none = weight_decay"
+        None, "muon: weight decay of the head; none = weight_decay"
     )
     muon_ns_steps: PositiveInt | None = setting(None, "muon: Newton-Schulz iterations per update; none = 5")
     grad_clip_thresh: NonNegativeFloat = setting(1.0, "clip the gradient to this norm; 0 = no clipping")
@@ -416,14 +402,12 @@ class CheckpointConfig:
     )
     ckpt_load_path: str | None = setting(
         None,
-        "where to start if ckpt_save_path holds no checkpoint: a run or checkpoint (folder or object store address), "
-        "or a Hugging Face Llama (folder or name on the Hub)",
+        "where a new run starts: a run or checkpoint (folder, address), or a Hugging Face Llama (folder, Hub name)",
         may_be_address=True,
     )
     ckpt_mirror_path: str | None = setting(
         None,
-        "object store address (s3://bucket/runs/mine, gs://, abfss://, file://) to copy checkpoints to; a start "
-        "resumes from the newest copy if that is newer than every checkpoint in ckpt_save_path",
+        "object store address to copy checkpoints to; a start resumes from there if its newest copy is newer",
         may_be_address=True,
     )
     init_from: Literal["auto", "resume", "scratch"] = setting(
@@ -436,9 +420,7 @@ class CheckpointConfig:
         "path, name or step of an older checkpoint of this run to return to, once; newer checkpoints move to "
         "checkpoints/set_aside_<time>/. For a checkpoint of another run: the same as ckpt_load_path",
     )
-    weights_only: bool = setting(
-        False, "start a new run from the weights in ckpt_load_path; always so for a Hugging Face folder"
-    )
+    weights_only: bool = setting(False, "a new run from the weights in ckpt_load_path; always so for Hugging Face")
     ckpt_format: Literal["sharded", "full"] = setting(
         "sharded", "sharded: each process writes its shard as safetensors; full: four unsharded .pt files"
     )
@@ -473,9 +455,7 @@ class EvaluationConfig:
     )
     eval_interval: Duration = setting(Duration(1000, "steps"), "how often to evaluate; 0 = only at the end")
     eval_batches: PositiveInt = setting(
-        16,
-        "global batches per evaluation of the held-out documents, and of each of eval_datasets; each set at most once. "
-        "A run keeps the number of sequences of its first start",
+        16, "global batches per set and evaluation; a run keeps the number of sequences of its first start"
     )
     eval_tasks: tuple[str, ...] = setting((), "tasks, groups or tags of lm-eval (extra `tasks`) to evaluate on")
     eval_tasks_path: str | None = setting(None, "folder with YAML files of more tasks")
@@ -564,9 +544,7 @@ class LossConfig:
     """Memory for logits, and z-loss."""
 
     loss_chunk_tokens: NonNegativeInt | None = setting(
-        None,
-        "tokens whose logits are in memory at the same time; 0 = all tokens of a micro-batch; none = 256 on a CPU, "
-        "else 2^28 logits (1 GiB in float32)",
+        None, "tokens whose logits are in memory at once; 0 = all; none = 256 on a CPU, else 2^28 logits (1 GiB)"
     )
     z_loss_weight: NonNegativeFloat = setting(
         0.0, "weight of z-loss, ln(Z)^2 per token with Z the denominator of the softmax; 1e-4 is common"
