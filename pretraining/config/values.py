@@ -7,10 +7,10 @@ typed value, `limit_problem` checks a value, and `format_value` returns text tha
 from __future__ import annotations
 
 import difflib
-import math
 import operator
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -243,9 +243,9 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
         hint = _REMOVED_CHOICES.get(value) or did_you_mean(value, setting.choices, " (did you mean {}?)")
         user_defined = ", or a user-defined package.module:Name" if setting.pluggable else ""
         return f"not known{hint}, use one of {', '.join(setting.choices)}{user_defined}"
-    if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
+    if setting.base is int and abs(value) >= LARGEST_INTEGER:
         return "it must be below 2^63"
-    if isinstance(value, float) and not math.isfinite(value):
+    if setting.base is float and not abs(value) <= sys.float_info.max:
         return "a finite number is needed"
     for kind, _, holds, words in _LIMITS:
         if kind in setting.limits and not holds(value, setting.limits[kind]):

@@ -131,6 +131,8 @@ def test_unreadable_text_gives_an_error_with_the_expected_type(name: str, raw: A
         ("count", True, "a whole number is needed"),
         ("on", 1, "true or false is needed"),
         ("maybe", [], "a whole number is needed"),
+        ("ratio", 10**400, "a finite number is needed"),
+        ("factor", 10**30, None),
         ("maybe", None, None),
     ],
 )
