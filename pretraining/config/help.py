@@ -53,7 +53,8 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
         section = settings[word].section
         lines += textwrap.wrap(f"of {section}: {groups[section]}", columns) if section else []
         lines += _format_setting(settings[word], columns)
-        lines += _format_entry("", f"Values: {describe_type(settings[word])}", columns)
+        if not settings[word].choices:  # the explanation has them
+            lines += _format_entry("", f"Values: {describe_type(settings[word])}", columns)
     elif about := _settings_about(word, settings.values()):
         lines += [line for setting in about for line in _format_setting(setting, columns)]
     else:

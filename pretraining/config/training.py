@@ -55,7 +55,7 @@ PER_OPERATION = "op"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A variant of the Llama family, with these values, under Hugging Face names, in place of its own; none = its own.
+    """A variant of the Llama family, and values in place of its own, under Hugging Face names; none = the variant's.
 
     The upper limits are far beyond any trained model: larger sizes are mistakes, and could take forever to build.
     """
