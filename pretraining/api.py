@@ -23,13 +23,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pretraining.checkpoint.run_folder import committed_checkpoints, newest_run_path
 from pretraining.config.command_line import assign
-from pretraining.config.fields import build, settings_of, values_of
-from pretraining.config.read import read, with_defaults
-from pretraining.config.rules import check_config
+from pretraining.config.read import check_config, read
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import expand_home
-from pretraining.config.variants import name_block
-from pretraining.durations import Duration
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, LaunchError, Preempted
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import CpuThreads, set_threads
@@ -78,17 +74,11 @@ class Trainer:
     needs_hidden_states: ClassVar[bool] = False
 
     def __init__(self, config: TrainConfig, evaluators: Sequence[UserEvaluator] = ()) -> None:
-        config = _as_settings(config)
         self._evaluators = {
             f"{type(evaluator).__module__}:{type(evaluator).__qualname__}": evaluator for evaluator in evaluators
         }
         names = tuple(dict.fromkeys((*config.evaluation.evaluators, *self._evaluators)))
-        config = replace(config, evaluation=replace(config.evaluation, evaluators=names))
-        changed = [name for name, each in settings_of(TrainConfig).items() if values_of(config)[name] != each.default]
-        config = with_defaults(config, changed)
-        check_config(config)
-        name_block(config.model.block)
-        self.config = config
+        self.config = check_config(replace(config, evaluation=replace(config.evaluation, evaluators=names)))
         self._run_path: str | None = None  # of the last run of this Trainer
 
     @classmethod
@@ -186,11 +176,12 @@ class Trainer:
         with _embedded(config) as (layout, requests, _):
             from pretraining.tools.evaluate import evaluate_checkpoint
 
-            hook, own = self._hook(), self._evaluators
-            found = evaluate_checkpoint(config, layout, requests, hook=hook, evaluators=own, is_embedded=True)
-            for line in found.lines():
+            evaluated = evaluate_checkpoint(
+                config, layout, requests, hook=self._hook(), evaluators=self._evaluators, is_embedded=True
+            )
+            for line in evaluated.lines():
                 log.info("%s", line)
-        return found.as_json()
+        return evaluated.as_json()
 
     def save(
         self, path: str | Path, format: Literal["hf", "full"] = "hf", dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -259,10 +250,10 @@ class Trainer:
         from pretraining.tools.sample import continue_prompt
 
         is_on_gpu = torch.cuda.is_available() and self.config.parallel.device != "cpu"
-        found = continue_prompt(config, "cuda" if is_on_gpu else "cpu")
+        continuation = continue_prompt(config, "cuda" if is_on_gpu else "cpu")
         if isinstance(prompt, str):
-            return "".join(found.text())
-        return list(found.new)
+            return "".join(continuation.text())
+        return list(continuation.new)
 
     def _source(self, path: str | Path | None) -> str:
         """Return the path of the weights: the caller's, else this run's, else those that this run would start from."""
@@ -291,18 +282,6 @@ class Trainer:
         from pretraining.observability.metrics import MetricsHook
 
         return MetricsHook(self.extra_metrics, self.needs_hidden_states)
-
-
-def _as_settings(config: TrainConfig) -> TrainConfig:
-    """Convert values that only Python can give (Path, int or text for a Duration) to the settings' types."""
-    values, settings = values_of(config), settings_of(type(config))
-    parsed: dict[str, Any] = {}
-    for name, value in values.items():
-        if settings[name].base is Duration and isinstance(value, int | str):
-            parsed[name] = Duration.parse(value)
-        elif settings[name].is_path and value:
-            parsed[name] = tuple(map(_path_text, value)) if isinstance(value, tuple) else _path_text(value)
-    return build(type(config), values | parsed)
 
 
 def _path_text(path: str | Path) -> str:

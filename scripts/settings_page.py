@@ -24,7 +24,8 @@ from pretraining.estimate.costs import parameter_count  # noqa: E402
 
 PAGE = ROOT / "docs" / "configurations.md"
 SHORT = {
-    **{"whole number": "integer", "true or false": "boolean", ", at least": " ≥", ", at most": ", ≤", ", below": ", <"},
+    **{"whole number": "integer", "true or false": "boolean", ", at least": " ≥", ", at most": ", ≤"},
+    **{", below": ", <", ", above": " >"},
     **{f" or {unit}": f", {unit}" for unit in ("tokens", "epochs", "seconds", "percent")},
 }
 """Short forms for the table of values, by words of `--help`."""

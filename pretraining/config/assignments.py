@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pretraining.config.fields import Setting, build, sections_of, settings_of
+from pretraining.config.fields import Setting, build, settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, did_you_mean, parse_value
 from pretraining.durations import MULTIPLIERS
@@ -184,17 +184,13 @@ class Reader(Generic[T]):
         return setting if setting is not None and section in ("", setting.section) else None
 
     def _hint(self, assignment: Assignment) -> str:
-        section, name = assignment.section_and_name
+        name = assignment.section_and_name[1]
         if missing := next((what for pattern, what in NOT_SUPPORTED.items() if re.search(pattern, name)), None):
             return f"{missing} not supported"
         if name in REMOVED:
             return REMOVED[name]
         known = [*self.settings, *self.aliases, *(RECIPE_NAMES if issubclass(self.root, TrainConfig) else ())]
-        return (
-            (section in sections_of(self.root) and did_you_mean(name, self.settings, "did you mean {}?"))
-            or did_you_mean(name, known, "did you mean {}?")
-            or "--help lists every setting"
-        )
+        return did_you_mean(name, known, "did you mean {}?") or "--help lists every setting"
 
     def _parse(self, setting: Setting, assignment: Assignment) -> Any:
         """Parse an assignment's text, after the translation of an alias."""

@@ -31,7 +31,7 @@ def read_words(root: type, words: Sequence[str]) -> list[Assignment]:
     """Return the assignments of a command line, without those whose setting a later one gives by this or another name.
 
     A flag without `=` takes the next word unless that is a flag, too. Bare paths at the beginning are for the settings
-    item as `first_word` and `second_word`, or else a recipe. Any other word without `=` becomes an assignment
+    that declare `first_word` and `second_word`, or else a recipe. Any other word without `=` becomes an assignment
     without a name, which `Reader` refuses.
 
     Args:

@@ -21,7 +21,7 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from pretraining.durations import PERCENT, UNITS, Duration
 
@@ -50,9 +50,11 @@ class OneOfOr:
     names: tuple[str, ...]
 
 
+LIMITS = (Ge, Gt, Le, Lt)
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
 RunLength = Annotated[Duration, Units(("steps", "tokens", "epochs"))]
 PartOfRun = Annotated[Duration, Units(("steps", "tokens", "epochs", PERCENT))]
 Time = Annotated[Duration, Units(("seconds",))]
@@ -88,11 +90,11 @@ class Setting:
         choices: allowed texts in canonical spelling (lower case, underscores); empty = any text.
         units: allowed units of a duration.
         in_bytes: whether a text is a size in bytes.
-        limits: bounds of a number, by `Ge`, `Le` or `Lt`.
+        limits: bounds of a number, by `Ge`, `Gt`, `Le` or `Lt`.
         pluggable: whether a user-defined `package.module:Name` is allowed besides `choices`.
         help: what the flag does, in one or two sentences.
-        silent_change: whether a resumed run changes it without a message: it affects only paths, output or layout, or
-            another message reports it.
+        silent_change: whether a resumed run changes it without a message, because it is a path, belongs to one start,
+            or another message reports it.
         aliases: other spellings, each with the value that it means.
         per_node: whether nodes may have different values (paths on local disks, numbers of threads); none must be none
             on all nodes. All other settings are equal in the whole job.
@@ -189,7 +191,7 @@ def _settings_in(holder: type, section: str, instance: Any, silent_change: bool)
     hints = get_type_hints(holder, include_extras=True)
     for field in dataclasses.fields(holder):
         default = field.default if instance is None else getattr(instance, field.name)
-        silent = silent_change or field.metadata.get("silent_change", False)
+        silent = silent_change or field.metadata.get("silent_change", field.name.endswith(PATH_ENDINGS))
         if not section and _is_section(hints[field.name]):
             settings += _settings_in(hints[field.name], field.name, default, silent)
         else:
@@ -226,5 +228,5 @@ def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
         "pluggable": plugins is not None,
         "units": units if annotation is Duration else (),
         "in_bytes": any(isinstance(extra, InBytes) for extra in extras),
-        "limits": {type(extra): dataclasses.astuple(extra)[0] for extra in extras if isinstance(extra, (Ge, Le, Lt))},
+        "limits": {type(extra): dataclasses.astuple(extra)[0] for extra in extras if isinstance(extra, LIMITS)},
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from pretraining.config.assignments import ALIASES
 from pretraining.config.fields import Setting, sections_of, settings_of
@@ -41,26 +41,26 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
     word = ALIASES[word].target if word in ALIASES else word
     columns = max(_NARROWEST, min(shutil.get_terminal_size().columns if width is None else width, _WIDEST))
     settings, sections = settings_of(root), list(sections_for_readers(root))
-    groups = [name for name, _, _ in sections if name]
+    groups = {name: subject for name, subject, _ in sections if name}
     lines: list[str] = []
-    if word in settings and word not in groups:
-        lines += [f"of {settings[word].section}:"] if settings[word].section else []
-        lines += _format_entry(f"--{word}={_placeholder_of(settings[word])}", _explain(settings[word]), columns)
-        lines += _format_entry("", f"Values: {describe_type(settings[word])}", columns)
-    elif word and word not in groups and (found := _settings_about(word, settings.values())):
-        for setting in found:
-            lines += _format_entry(f"--{setting.name}={_placeholder_of(setting)}", _explain(setting), columns)
-    elif word and word not in groups:
-        hint = did_you_mean(word, [*groups, *settings], "did you mean {}? ")
-        known = ", ".join(groups) or "none"
-        raise ConfigError(f"--help={topic}: no such flag or group. {hint}Groups of {command}: {known}")
-    else:
+    if not word or word in groups:
         lines += [] if word else _introduction(root, command, purpose, groups, columns)
         for name, subject, members in sections:
             if word in ("", name):
                 lines += ["", *textwrap.wrap(f"{name}: {subject}" if name else subject, columns)]
-                for setting in members:
-                    lines += _format_entry(f"--{setting.name}={_placeholder_of(setting)}", _explain(setting), columns)
+                lines += [line for setting in members for line in _format_setting(setting, columns)]
+    elif word in settings:
+        section = settings[word].section
+        lines += textwrap.wrap(f"of {section}: {groups[section]}", columns) if section else []
+        lines += _format_setting(settings[word], columns)
+        if not settings[word].choices:  # the explanation has them
+            lines += _format_entry("", f"Values: {describe_type(settings[word])}", columns)
+    elif about := _settings_about(word, settings.values()):
+        lines += [line for setting in about for line in _format_setting(setting, columns)]
+    else:
+        hint = did_you_mean(word, [*groups, *settings], "did you mean {}? ")
+        known = ", ".join(groups) or "none"
+        raise ConfigError(f"--help={topic}: no such flag or group. {hint}Groups of {command}: {known}")
     if any(setting.base is Duration for setting in settings.values()):
         lines += ["", *_format_entry("DURATION", _DURATION, columns)]
     return "\n".join(lines).lstrip("\n")
@@ -69,11 +69,11 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
 def _settings_about(word: str, settings: Iterable[Setting]) -> list[Setting]:
     """Return the settings with a word in their names or texts, those with it in the name first."""
     text = word.replace("_", " ")
-    found = [setting for setting in settings if word in setting.name or text in setting.help.lower().replace("-", " ")]
-    return sorted(found, key=lambda each: word not in each.name)
+    about = [setting for setting in settings if word in setting.name or text in setting.help.lower().replace("-", " ")]
+    return sorted(about, key=lambda setting: word not in setting.name)
 
 
-def _introduction(root: type, command: str, purpose: str, groups: Sequence[str], columns: int) -> list[str]:
+def _introduction(root: type, command: str, purpose: str, groups: Iterable[str], columns: int) -> list[str]:
     text = "--help=FLAG explains one flag, --help=WORD those that have the word" + (
         f", --help=GROUP one of {', '.join(groups)}" if groups else ""
     )
@@ -99,9 +99,11 @@ def _format_entry(flag: str, text: str, columns: int) -> list[str]:
     return textwrap.wrap(text, columns, initial_indent=f"  {flag:{_INDENT - 4}}  ", subsequent_indent=" " * _INDENT)
 
 
-def _placeholder_of(setting: Setting) -> str:
-    words = {int: "N", float: "X", bool: "BOOL", Duration: "DURATION", str: "TEXT"}
-    return "A,B" if setting.many else words[setting.base]
+def _format_setting(setting: Setting, columns: int) -> list[str]:
+    """Format a flag with a placeholder of its value, and what `_explain` says."""
+    placeholders = {int: "N", float: "X", bool: "BOOL", Duration: "DURATION", str: "TEXT"}
+    placeholder = "A,B" if setting.many else placeholders[setting.base]
+    return _format_entry(f"--{setting.name}={placeholder}", _explain(setting), columns)
 
 
 def _explain(setting: Setting) -> str:

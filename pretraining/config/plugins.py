@@ -8,6 +8,7 @@ docs/extending.md gives the interface of each. Plugins are imported only when th
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import sys
@@ -70,47 +71,38 @@ class OptimizerEntry(Entry):
     matrix_moments: tuple[str, ...] | None = None
 
 
+def _rates(learning_rate: float, weight_decay: float, **more: float) -> Mapping[str, float]:
+    return {"learning_rate": learning_rate, "weight_decay": weight_decay, **more}
+
+
+_ADAPTIVE, _MOMENTUM = "pretraining.optim.adaptive", "pretraining.optim.momentum"
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_OF_MUON = ("momentum", "nesterov", "muon_ns_steps", "muon_adam_learning_rate", "muon_adam_weight_decay", *_OF_ADAM)
 _ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-_MOMENTUM = ("momentum_buffer",)
+_BUFFER = ("momentum_buffer",)
 OPTIMIZERS = {
-    "adamw": OptimizerEntry(
-        "pretraining.optim.adaptive:FusedAdamW", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.1}, _ADAM_MOMENTS
-    ),
-    "adam": OptimizerEntry(
-        "pretraining.optim.adaptive:FusedAdam", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.0}, _ADAM_MOMENTS
-    ),
-    "sgd": OptimizerEntry("pretraining.optim.momentum:SGD", (), {"learning_rate": 0.1, "weight_decay": 0.0}, ()),
+    "adamw": OptimizerEntry(f"{_ADAPTIVE}:FusedAdamW", _OF_ADAM, _rates(3e-4, 0.1), _ADAM_MOMENTS),
+    "adam": OptimizerEntry(f"{_ADAPTIVE}:FusedAdam", _OF_ADAM, _rates(3e-4, 0.0), _ADAM_MOMENTS),
+    "sgd": OptimizerEntry(f"{_MOMENTUM}:SGD", (), _rates(0.1, 0.0), ()),
     "sgdm": OptimizerEntry(
-        "pretraining.optim.momentum:SGD",
-        ("momentum", "nesterov"),
-        {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False},
-        _MOMENTUM,
+        f"{_MOMENTUM}:SGD", ("momentum", "nesterov"), _rates(0.1, 0.0, momentum=0.9, nesterov=False), _BUFFER
     ),
     "normalized_sgdm": OptimizerEntry(
-        "pretraining.optim.momentum:NormalizedSGDM",
-        ("momentum",),
-        {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9},
-        _MOMENTUM,
+        f"{_MOMENTUM}:NormalizedSGDM", ("momentum",), _rates(0.1, 0.0, momentum=0.9), _BUFFER
     ),
-    "nadam": OptimizerEntry(
-        "pretraining.optim.adaptive:NAdamW",
-        _OF_ADAM,
-        {"learning_rate": 3e-4, "weight_decay": 0.1},
-        _ADAM_MOMENTS,
-    ),
+    "nadam": OptimizerEntry(f"{_ADAPTIVE}:NAdamW", _OF_ADAM, _rates(3e-4, 0.1), _ADAM_MOMENTS),
     "rmsprop": OptimizerEntry(
-        "pretraining.optim.adaptive:RMSprop",
+        f"{_ADAPTIVE}:RMSprop",
         ("rms_alpha", "momentum", "adam_epsilon"),
-        {"learning_rate": 3e-4, "weight_decay": 0.0, "rms_alpha": 0.99, "momentum": 0.0},
-        ("square_avg", *_MOMENTUM),
+        _rates(3e-4, 0.0, rms_alpha=0.99, momentum=0.0),
+        ("square_avg", *_BUFFER),
     ),
     "muon": OptimizerEntry(
         "pretraining.optim.muon:muon",
-        ("momentum", "nesterov", "muon_ns_steps", "muon_adam_learning_rate", "muon_adam_weight_decay", *_OF_ADAM),
-        {"learning_rate": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "muon_ns_steps": 5},
+        _OF_MUON,
+        _rates(1e-3, 0.1, momentum=0.95, nesterov=True, muon_ns_steps=5),
         _ADAM_MOMENTS,
-        matrix_moments=_MOMENTUM,
+        matrix_moments=_BUFFER,
     ),
 }
 _WARMUP_AND_DECAY = "pretraining.optim.schedules:warmup_and_decay"
@@ -155,14 +147,14 @@ def load_plugin(flag: str, path: str) -> Any:
         sys.path.append(str(Path.cwd()))
     try:
         with plugin_errors(flag, path):
-            found: Any = importlib.import_module(module_name)
+            plugin: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"--{flag}={path}: {module_name} cannot be imported ({error})") from error
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(plugin, part):
             raise ConfigError(f"--{flag}={path}: {module_name} has no {name}")
-        found = getattr(found, part)
-    return found
+        plugin = getattr(plugin, part)
+    return plugin
 
 
 @contextmanager
@@ -205,9 +197,7 @@ def sharding_errors(optimizer: str) -> Iterator[None]:
 
 
 def parse_options(flag: str, texts: tuple[str, ...]) -> Mapping[str, Any]:
-    """Read `key=value` texts; numbers, true, false and none are converted, `(0.9,0.99)` is a tuple, `[1,2]` a list.
-
-    Other values stay text.
+    """Read `key=value` texts: true, false, none, and Python's literals, as in `betas=(0.9,0.99)`; all else stays text.
 
     Raises:
         ConfigError: a text is not `key=value`, or a key is repeated.
@@ -236,16 +226,10 @@ def join_brackets(items: Sequence[str]) -> list[str]:
 
 
 def _value_of(text: str) -> Any:
-    if text[:1] + text[-1:] in ("()", "[]"):
-        items = [item.strip() for item in join_brackets(text[1:-1].split(","))]
-        values = [_value_of(item.strip("'\"")) for item in items if item]
-        return tuple(values) if text[0] == "(" else values
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

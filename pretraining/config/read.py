@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from pretraining.config.assignments import COMMAND_LINE, RECIPE_NAMES, Assignment, Reader
 from pretraining.config.command_line import assign, read_words
-from pretraining.config.fields import setting, values_of
+from pretraining.config.fields import setting, settings_of, values_of
 from pretraining.config.recipe_files import read_recipe
 from pretraining.config.rules import find_problems
 from pretraining.config.run_recipe import continue_run
@@ -63,6 +63,17 @@ def read(root: type[T], given: Sequence[Assignment], *, continues_runs: bool = F
         raise ConfigError(problems)
     name_block(values_of(config).get("block"))
     return Given(config, reader.chosen)
+
+
+def check_config(config: T) -> T:
+    """Return settings made in Python as if their values had been typed: converted, with defaults, and checked.
+
+    Raises:
+        ConfigError: every problem found.
+    """
+    settings = settings_of(type(config))
+    changed = {name: value for name, value in values_of(config).items() if value != settings[name].default}
+    return read(type(config), assign(changed)).config
 
 
 def load_train_config(words: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> TrainConfig:

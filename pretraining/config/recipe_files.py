@@ -6,7 +6,7 @@ or by the name of a recipe in this package.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,16 +59,9 @@ def parse_recipe(content: str, name: str) -> list[Assignment]:
     return [replace(assignment, source=Source(name), is_typed=False) for assignment in settings]
 
 
-def load_config(path: str | Path) -> TrainConfig:
-    """Read a configuration that `dump_config` wrote, without checking rules again.
-
-    Raises:
-        ConfigError: every problem of the file.
-    """
-    config, problems = _read_config(read_recipe(str(path)))
-    if problems:
-        raise ConfigError(problems)
-    return config
+def load_config(path: Path) -> TrainConfig:
+    """Read a configuration that `dump_config` wrote; raises as `settings_in`, and if the file cannot be read."""
+    return settings_in(read_text(path, str(path)), str(path))
 
 
 def settings_in(content: str, name: str) -> TrainConfig:
@@ -79,11 +72,15 @@ def settings_in(content: str, name: str) -> TrainConfig:
     Raises:
         ConfigError: the content is malformed.
     """
-    return _read_config(parse_recipe(content, name))[0]
+    reader = Reader(TrainConfig)
+    reader.read(parse_recipe(content, name))
+    config = reader.build()
+    assert config is not None  # every setting of training has a default
+    return config
 
 
 def dump_config(config: Any, names: Container[str] | None = None) -> str:
-    """Return settings of a root as YAML by sections, which `load_config` reads back equal; None = all settings."""
+    """Return settings of a root as YAML by sections, which `settings_in` reads back equal; None = all settings."""
     tree: dict[str, Any] = {}
     values = values_of(config)
     for name, setting in settings_of(type(config)).items():
@@ -91,15 +88,6 @@ def dump_config(config: Any, names: Container[str] | None = None) -> str:
             target = tree.setdefault(setting.section, {}) if setting.section else tree
             target[name] = _to_yaml_type(values[name])
     return yaml.dump(tree, Dumper=_FlowListDumper, sort_keys=False, allow_unicode=True, width=10**6)
-
-
-def _read_config(given: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
-    """Return the settings that can be parsed, with defaults for the rest, and the problems."""
-    reader = Reader(TrainConfig)
-    reader.read([replace(assignment, is_typed=False) for assignment in given])
-    config = reader.build()
-    assert config is not None  # every setting of training has a default
-    return config, reader.problems
 
 
 def find_recipe(name: str, suffixes: tuple[str, ...] = RECIPE_SUFFIXES) -> Path:

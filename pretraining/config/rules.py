@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pretraining.config.fields import build, settings_of, values_of
+from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS, Entry, parse_options
 from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import ALL_BLOCKS, EvaluationConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from pretraining.config.values import format_value, limit_problem
+from pretraining.config.values import format_value
 from pretraining.config.variants import resolve_shape
 from pretraining.durations import Duration
 from pretraining.errors import ConfigError, Problem
@@ -80,27 +80,27 @@ class Rules:
     def problems(self, config: Any) -> list[Problem]:
         """Return the problems of a configuration whose single values are valid."""
         values = values_of(config)
-        found: list[str | Problem] = [problem for row in self.rows if (problem := row.problem(values)) is not None]
+        problems: list[str | Problem] = [problem for row in self.rows if (problem := row.problem(values)) is not None]
         for check in self.checks:
             try:
-                found.extend(check(config))
+                problems.extend(check(config))
             except ConfigError as error:
-                found.extend(error.found)
-        return ConfigError(found).found
+                problems.extend(error.found)
+        return ConfigError(problems).found
 
 
 NO_EVALUATION_SET = {"held_out_fraction": is_off, "eval_datasets": is_off}
 NO_EVALUATION = {**NO_EVALUATION_SET, "eval_tasks": is_off, "evaluators": is_off}
 DROP_ONE = "leave one of them out"
+_WITH_POINTS = [name for name, entry in SCHEDULES.items() if "schedule_points" in entry.options]
+_WITHOUT_GROUPS = [name for name, strategy in STRATEGIES.items() if not strategy.in_groups]
+_WITHOUT_REPLICAS = [name for name in _WITHOUT_GROUPS if STRATEGIES[name].shards_gradients]
 ROWS = (
     # length and schedule
     Row({"num_steps": is_off}, "give a length, in steps (1000), tokens (5Btok) or epochs (2ep)"),
     Row({"stable_steps": is_given, "decay_steps": is_given}, "both set the start of the decay: keep one"),
     Row(
-        {
-            "schedule": [n for n, each in SCHEDULES.items() if "schedule_points" in each.options],
-            "schedule_points": is_off,
-        },
+        {"schedule": _WITH_POINTS, "schedule_points": is_off},
         "give --schedule_points, as in 0:0,80%:1,100%:0.1",
     ),
     # data, parallelism and precision
@@ -112,18 +112,14 @@ ROWS = (
     Row({"float8": is_on, "mp_dtype": ["float16"]}, f"float8 needs bfloat16 for all other operations; {DROP_ONE}"),
     Row({"mp_dtype": ["float16"], "mixed_precision": [False]}, f"mixed precision is off; {DROP_ONE}"),
     Row(
-        {"hsdp_group_size": is_on, "sharding_strategy": [n for n, each in STRATEGIES.items() if not each.in_groups]},
+        {"hsdp_group_size": is_on, "sharding_strategy": _WITHOUT_GROUPS},
         f"only hsdp and hsdp_zero2 shard inside groups; {DROP_ONE}",
     ),
     Row(
-        {
-            "replica_check_interval": is_on,
-            "sharding_strategy": [n for n, each in STRATEGIES.items() if each.shards_gradients and not each.in_groups],
-        },
+        {"replica_check_interval": is_on, "sharding_strategy": _WITHOUT_REPLICAS},
         "this strategy has no replicas; give --replica_check_interval=0, or a strategy with replicas",
     ),
     # checkpoints
-    Row({"ckpt_save_path": [""]}, "name the run folder"),
     Row({"weights_only": [True], "ckpt_load_path": is_off}, "name the run or checkpoint whose weights to load"),
     Row({"init_from": ["scratch"], "ckpt_load_path": is_on}, f"a run from scratch loads nothing; {DROP_ONE}"),
     Row({"init_from": ["scratch"], "resume_from_checkpoint": is_on}, f"a run from scratch loads nothing; {DROP_ONE}"),
@@ -171,7 +167,6 @@ _WITHOUT_RATIO = [name for name, entry in SCHEDULES.items() if "min_lr_ratio" no
 _CHANGED_INTERVAL = {
     "eval_interval": lambda interval: interval not in (EvaluationConfig().eval_interval, Duration(0, "steps"))
 }
-_CHANGED_BATCHES = {"eval_batches": lambda batches: batches != EvaluationConfig().eval_batches}
 _CHANGED_RATIO = {"min_lr_ratio": lambda ratio: ratio != ScheduleConfig().min_lr_ratio}
 INEFFECTIVE = (
     Row({"use_dummy_dataset": [True], "data_path": is_on}, "tokens are generated, and no data is read"),
@@ -186,28 +181,7 @@ INEFFECTIVE = (
         "no weight decay: a tied head counts as the embedding, which does not decay",
     ),
     Row({**_CHANGED_INTERVAL, **NO_EVALUATION}, "there is nothing to evaluate"),
-    Row({**_CHANGED_BATCHES, **NO_EVALUATION_SET}, "there is nothing to evaluate"),
-    Row({"sample_prompt": is_on, "tokenizer_path": is_off, "data_path": is_off}, NO_EFFECT),
-    Row({"sample_prompt": is_on, "sample_tokens": is_off}, NO_EFFECT),
 )
-
-
-def check_config(config: Any) -> None:
-    """Check a configuration built in Python: type and limits of each setting, then the rules over several settings.
-
-    Raises:
-        ConfigError: every problem found.
-    """
-    values, problems = values_of(config), {}
-    for name, setting in settings_of(type(config)).items():
-        problem = limit_problem(setting, values[name])
-        if problem:
-            problems[name] = f"{name}={format_value(values[name])}: {problem}"
-            if not setting.required:
-                values[name] = setting.default  # as for a flag that cannot be parsed
-    found: list[str | Problem] = [*problems.values(), *find_problems(build(type(config), values), problems)]
-    if found:
-        raise ConfigError(found)
 
 
 def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[Problem]:
@@ -217,8 +191,8 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[Problem
         config: the configuration.
         unreadable: settings whose given value could not be parsed, and that hold their default.
     """
-    own: Rules = getattr(config, "RULES", Rules())
-    rules = [TRAINING, COMPLETED, own] if isinstance(config, TrainConfig) else [own]
+    rules = [TRAINING, COMPLETED] if isinstance(config, TrainConfig) else []
+    rules.append(getattr(config, "RULES", Rules()))
     problems = [problem for rule in rules for problem in rule.problems(config)]
     return [problem for problem in dict.fromkeys(problems) if set(unreadable).isdisjoint(problem.names)]
 
@@ -296,7 +270,7 @@ def _unread_settings(flag: str, chosen: str, table: Mapping[str, Entry], given: 
 
 def _check_trackers(config: TrainConfig) -> Problems:
     report = config.report
-    services = [each for each in report.tracker if each not in TRACKERS or TRACKERS[each].options]
+    services = [name for name in report.tracker if name not in TRACKERS or TRACKERS[name].options]
     names = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
     given = [name for name in names if getattr(report, name) is not None]
     if len(set(report.tracker)) < len(report.tracker):

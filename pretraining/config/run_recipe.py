@@ -32,10 +32,7 @@ _NEEDED = ("data_path", "eval_datasets")
 
 
 class LastStart(NamedTuple):
-    """Places of the start that wrote a config.yaml: real path of the run's folder, and working folder; None = unknown.
-
-    Earlier versions recorded none.
-    """
+    """Real path of the run and working folder of the start that wrote a config.yaml; None = unknown."""
 
     folder: Path | None = None
     working_folder: Path | None = None
@@ -48,11 +45,9 @@ def comment_of_start(run: Path) -> str:
 
 def last_start(run: Path) -> LastStart:
     """Return the places of the last start of the run in a folder."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         first = read_file(run / RUN_CONFIG_FILE).partition(b"\n")[0].decode()
-        places = parse_json(first.removeprefix(_COMMENT)) if first.startswith(_COMMENT) else ()
-        if isinstance(places, list) and [type(place) for place in places] == [str, str]:
-            return LastStart(*map(Path, places))
+        return LastStart(*map(Path, parse_json(first.partition(_COMMENT)[2])))
     return LastStart()
 
 
@@ -106,12 +101,12 @@ def _find_paths(reader: Reader[TrainConfig], names: Iterable[str], recipe: str, 
         if not reader.settings[name].is_path or not value:
             continue
         paths = value if isinstance(value, tuple) else (value,)
-        found = [_find(path, there) for path in paths]
-        if None in found and name in _NEEDED and not reader.values.get("use_dummy_dataset"):
-            text, here = paths[found.index(None)], Path.cwd()
-            places = f"{here}, nor in {there}, the working folder of the last start" if there else here
-            reader.problems.append(f"{recipe}: {name}: {text} is not in {places}: give --{name}")
-        texts = tuple(new or path for path, new in zip(paths, found, strict=True))
+        places = [_find(path, there) for path in paths]
+        if None in places and name in _NEEDED and not reader.values.get("use_dummy_dataset"):
+            text, here = paths[places.index(None)], Path.cwd()
+            searched = f"{here}, nor in {there}, the working folder of the last start" if there else here
+            reader.problems.append(f"{recipe}: {name}: {text} is not in {searched}: give --{name}")
+        texts = tuple(new or path for path, new in zip(paths, places, strict=True))
         if texts != paths:
             log.info("%-11s %s, found from the working folder of the last start", name, ",".join(texts))
             reader.values[name] = texts if isinstance(value, tuple) else texts[0]

@@ -23,6 +23,9 @@ _MOST_VALUES = 2**14
 """A file of this size takes the parser a second."""
 
 
+_NUMBERS_AS_TEXT = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), str)
+
+
 def read_text(path: Path, name: str) -> str:
     """Return the text of a settings file, without a byte order mark; `name` is its name in messages.
 
@@ -48,15 +51,11 @@ def parse_tree(content: str, name: str, suffix: str = ".yaml") -> Any:
     """
     is_json = suffix == ".json"
     try:
-        return read_json(content) if is_json else read_yaml(content)
+        if is_json:
+            return _as_texts(parse_json(content, object_pairs_hook=_mapping_of, **_NUMBERS_AS_TEXT))
+        return read_yaml(content)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"recipe {name} is not valid {'JSON' if is_json else 'YAML'}: {error}") from error
-
-
-def read_json(content: str) -> Any:
-    """Parse untrusted JSON with scalars as text; a ValueError if it is malformed."""
-    hooks = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), str)
-    return _as_texts(parse_json(content, object_pairs_hook=_mapping_of, **hooks))
 
 
 def read_yaml(content: str) -> Any:

@@ -21,6 +21,7 @@ from pretraining.config.fields import (
     NonNegativeInt,
     OneOfOr,
     PartOfRun,
+    PositiveFloat,
     PositiveInt,
     RunLength,
     Time,
@@ -39,7 +40,8 @@ QkNorm = Literal["off", "head", "whole"]
 NormPosition = Literal["pre", "post"]
 ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite"]
 Float8Scaling = Literal["tensorwise", "rowwise"]
-DecayFactor = Annotated[float, Ge(0), Lt(1)]
+Width = Annotated[int, Ge(1), Le(10**7)]
+Share = Annotated[float, Ge(0), Lt(1)]
 
 NO_TOKEN = -1
 """Value of `bos_token` or `sep_token` for no such token, whatever prepare.json says."""
@@ -53,28 +55,29 @@ PER_OPERATION = "op"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A named variant of the Llama family; each dimension can be overridden, under its Hugging Face name."""
+    """A variant of the Llama family, and values in place of its own, under Hugging Face names; none = the variant's.
+
+    The upper limits are far beyond any trained model: larger sizes are mistakes, and could take forever to build.
+    """
 
     model_variant: str | None = setting(
         None, "named set of dimensions (docs/configurations.md); none = the loaded weights' dimensions, else 7b"
     )
-    hidden_size: PositiveInt | None = setting(None, "width of the residual stream; none = the variant's")
-    intermediate_size: PositiveInt | None = setting(None, "width of the feed-forward layer; none = the variant's")
-    num_hidden_layers: PositiveInt | None = setting(None, "number of blocks; none = the variant's")
-    num_attention_heads: PositiveInt | None = setting(None, "query heads; none = the variant's")
-    num_key_value_heads: PositiveInt | None = setting(
+    hidden_size: Width | None = setting(None, "width of the residual stream")
+    intermediate_size: Width | None = setting(None, "width of the feed-forward layer")
+    num_hidden_layers: Annotated[int, Ge(1), Le(4096)] | None = setting(None, "number of blocks")
+    num_attention_heads: Width | None = setting(None, "query heads")
+    num_key_value_heads: Width | None = setting(
         None, "key/value heads; none = the variant's, or num_attention_heads if both are equal in the variant"
     )
-    head_dim: PositiveInt | None = setting(
+    head_dim: Width | None = setting(
         None, "size of a head; none = the variant's, or hidden_size / num_attention_heads if both are equal in it"
     )
-    vocab_size: Annotated[int, Ge(2)] | None = setting(
-        None,
-        "rows of the embedding; none = the weights', else the tokenizer's (rounded up to a multiple of 128), else the "
-        "variant's",
+    vocab_size: Annotated[int, Ge(2), Le(10**9)] | None = setting(
+        None, "rows of the embedding; none = the weights', else the tokenizer's in multiples of 128, else the variant's"
     )
-    max_position_embeddings: PositiveInt | None = setting(None, "context length in exports; none = the variant's")
-    rope_theta: Annotated[float, Ge(1)] | None = setting(None, "base of the rotary frequencies; none = the variant's")
+    max_position_embeddings: PositiveInt | None = setting(None, "context length in exports")
+    rope_theta: Annotated[float, Ge(1)] | None = setting(None, "base of the rotary frequencies")
     rope_scaling: tuple[str, ...] = setting(
         (),
         "rotary scaling: linear:4 (factor), yarn:4,8192 (factor, original context), or the four numbers of llama3: "
@@ -82,59 +85,29 @@ class ModelConfig:
         "the variant's",
     )
     no_rope_interval: NonNegativeInt | None = setting(
-        None,
-        "the last of each group of this many blocks has no rotary embedding (SmolLM 3: 4); 0 = all have it; none = "
-        "the variant's",
+        None, "the last of each group of this many blocks has no rotary embedding (SmolLM 3: 4); 0 = all have it"
     )
-    rms_norm_eps: NonNegativeFloat | None = setting(None, "epsilon of RMSNorm; none = the variant's")
-    tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head; none = the variant's")
-    attention_bias: AttentionBias | None = setting(
-        None, "biases of attention: true = q, k, v and o; qkv = without o (Qwen 2); none = the variant's"
-    )
-    mlp_bias: bool | None = setting(None, "biases of the feed-forward layer; none = the variant's")
+    rms_norm_eps: NonNegativeFloat | None = setting(None, "epsilon of RMSNorm")
+    tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head")
+    attention_bias: AttentionBias | None = setting(None, "true: biases of q, k, v and o; qkv: without o (Qwen 2)")
+    mlp_bias: bool | None = setting(None, "biases of the feed-forward layer")
     qk_norm: QkNorm | None = setting(
-        None,
-        "norm of queries and keys: over each head (head, Qwen 3), or over all heads (whole, OLMo 2); none = the "
-        "variant's",
+        None, "norm of queries and keys: over each head (head, Qwen 3), or over all heads (whole, OLMo 2)"
     )
-    norm_position: NormPosition | None = setting(
-        None, "norms before attention and feed-forward layer, or after them (post, OLMo 2); none = the variant's"
-    )
-    embedding_multiplier: NonNegativeFloat | None = setting(
-        None, "factor of embeddings (Granite); none = the variant's"
-    )
-    residual_multiplier: NonNegativeFloat | None = setting(
-        None, "factor of what a block adds to the residual stream (Granite); none = the variant's"
-    )
-    attention_multiplier: NonNegativeFloat | None = setting(
+    norm_position: NormPosition | None = setting(None, "norms before attention and feed-forward, or after (OLMo 2)")
+    embedding_multiplier: PositiveFloat | None = setting(None, "factor of embeddings (Granite)")
+    residual_multiplier: PositiveFloat | None = setting(None, "factor of what a block adds (Granite)")
+    attention_multiplier: PositiveFloat | None = setting(
         None, "factor of attention scores (Granite); none = the variant's, else 1 / sqrt(head_dim)"
     )
-    logits_scaling: NonNegativeFloat | None = setting(None, "divisor of logits (Granite); none = the variant's")
+    logits_scaling: PositiveFloat | None = setting(None, "divisor of logits (Granite)")
     sliding_window: NonNegativeInt | None = setting(
-        None,
-        "tokens that attention sees, in exports; training sequences must fit in it, so it has no effect here; 0 = all; "
-        "none = the variant's",
+        None, "tokens that attention sees, in exports; training sequences must fit in it, so it has no effect; 0 = all"
     )
     block: str | None = setting(
         None, "user-defined decoder block, as package.module:Class (docs/extending.md); none = the project's"
     )
-    model_family: ModelFamily | None = setting(
-        None, "family whose form exports have, if it can hold the model; none = the variant's"
-    )
-
-    def __post_init__(self) -> None:
-        """Write values that Python may give as text: numbers of `rope_scaling`, in one spelling, and true and false."""
-        bias: object = self.attention_bias
-        if isinstance(bias, bool):
-            object.__setattr__(self, "attention_bias", str(bias).lower())
-        object.__setattr__(self, "rope_scaling", tuple(map(_spell_number, self.rope_scaling)))
-
-
-def _spell_number(value: object) -> str:
-    try:
-        return str(float(str(value)))
-    except ValueError:
-        return str(value)
+    model_family: ModelFamily | None = setting(None, "family whose form exports have, if it can hold the model")
 
 
 @dataclass(frozen=True)
@@ -144,14 +117,11 @@ class DataConfig:
     data_path: str | None = setting(
         None,
         "root folder of the datasets, or its address in an object store (s3://, gs://, abfss://)",
-        silent_change=True,
         per_node=True,
         may_be_address=True,
     )
     datasets: tuple[str, ...] = setting(
-        (),
-        "sub-folders of data_path with token files, or token files; empty = every such sub-folder",
-        silent_change=True,
+        (), "sub-folders of data_path with token files, or token files; empty = all", silent_change=True
     )
     weights: tuple[float, ...] = setting((), "proportions of the datasets; empty = their tokens", silent_change=True)
     seq_length: PositiveInt = setting(4096, "tokens per sequence")
@@ -163,82 +133,53 @@ class DataConfig:
     )
     bos_token: Annotated[int, Ge(NO_TOKEN)] | None = setting(
         None,
-        "token id to add before every document that lacks it; not given = begin_of_text of prepare.json, if any; none "
-        "or -1 = no token",
+        "token id before documents that lack it; not given = begin_of_text of prepare.json; none or -1 = no token",
         typed_none=NO_TOKEN,
         decides="documents",
     )
     sep_token: Annotated[int, Ge(NO_TOKEN)] | None = setting(
         None,
-        "token id to add after every document that lacks it; not given = end_of_text of prepare.json, if any; none or "
-        "-1 = no token",
+        "token id after documents that lack it; not given = end_of_text of prepare.json; none or -1 = no token",
         typed_none=NO_TOKEN,
         decides="documents",
     )
     strip_tokens: tuple[NonNegativeInt, ...] = setting(
-        (),
-        "token ids to remove at both ends of every document, before bos_token and sep_token are added",
-        decides="documents",
+        (), "token ids to remove at both ends of documents, before bos and sep are added", decides="documents"
     )
-    min_length: PositiveInt = setting(
-        1, "skip documents with fewer tokens, counted after strip_tokens", decides="documents"
-    )
+    min_length: PositiveInt = setting(1, "skip documents with fewer tokens after strip_tokens", decides="documents")
     logical_shards: PositiveInt = setting(1024, "pieces per dataset; the order of the data depends on this number")
     document_mask: bool = setting(False, "limit attention and labels to each document; positions restart at each")
     num_workers: NonNegativeInt = setting(
-        1, "threads per process that read ahead; no effect on the data", silent_change=True, per_node=True
+        1, "threads per process that read ahead; no effect on the data", per_node=True
     )
     file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
-        "auto",
-        "format of the token files: auto (by suffix and content), arrow, arrow_stream, npy, npy_raw, bin, megatron, or "
-        "package.module:Class (docs/extending.md)",
-        silent_change=True,
+        "auto", "format of the token files (docs/extending.md); auto: by suffix and content"
     )
     token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
-        None,
-        "type of the tokens in .bin and .npy files without a header",
-        decides="samples",  # the format puts it into indices
+        None, "type of the tokens in .bin and .npy files without a header", decides="samples"
     )
     col_name: str = setting("tokens", "column of the token files with the token ids", decides="documents")
     tokenizer_path: str | None = setting(
         None,
         "tokenizer for generated text and bits per byte: folder, tokenizer.json, address in an object store or name on "
         "the Hugging Face Hub; none = that of the prepared data, else that of the weights, if any",
-        silent_change=True,
         per_node=True,
         may_be_address=True,
     )
-    accept_tokenizer: bool = setting(
-        False,
-        "start a new run although the tokenizers of weights, data and tokenizer_path differ",
-        silent_change=True,
-    )
-    held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
-        0.0, "fraction of documents kept for evaluation only", decides="documents"
-    )
+    accept_tokenizer: bool = setting(False, "start a new run although tokenizers of weights, data and flag differ")
+    held_out_fraction: Share = setting(0.0, "fraction of documents kept for evaluation only", decides="documents")
     index_path: str | None = setting(
-        None,
-        "folder for document indices; none = each dataset's folder, or the user's cache folder if that is read-only",
-        silent_change=True,
-        per_node=True,
+        None, "folder for document indices; none = each dataset's, or the user's cache folder", per_node=True
     )
     data_cache_path: str | None = setting(
-        None,
-        "folder on a local disk, shared by the processes of a machine, for the parts of data in an object store that "
-        "are in use; none = in memory",
-        silent_change=True,
-        per_node=True,
+        None, "local folder for the parts in use of data in an object store; none = in memory", per_node=True
     )
     data_cache_size: ByteSize = setting(
-        "4GB",
-        "most bytes in data_cache_path or, without it, in the memory of a machine's processes, as 200GB or 64GiB",
-        silent_change=True,
-        per_node=True,
+        "4GB", "most bytes in data_cache_path, else in the memory of a machine: 200GB, 64GiB", per_node=True
     )
     skip_samples: tuple[str, ...] = setting(
         (),
-        "samples to skip: ranges A-B of global sample numbers, both included, as this start plans the run; a resumed "
-        "run also skips those in its checkpoint",
+        "samples to skip, A-B, both included, as this start numbers them; those in the checkpoint stay skipped",
         silent_change=True,
     )
     bad_documents: Literal["stop", "quarantine"] = setting(
@@ -258,7 +199,7 @@ class DataConfig:
 
     def values_that_decide(self, *what: str) -> dict[str, Any]:
         """Return the settings whose `decides` is one of `what`, which includes "documents", as JSON values by name."""
-        values = {name: getattr(self, name) for name, each in settings_of(DataConfig).items() if each.decides in what}
+        values = {name: getattr(self, name) for name, known in settings_of(DataConfig).items() if known.decides in what}
         as_used = {"bos_token": self.bos, "sep_token": self.sep, "strip_tokens": sorted(set(self.strip_tokens))}
         return {**values, **as_used, "held_out_fraction": float(self.held_out_fraction)}
 
@@ -288,18 +229,14 @@ class RunConfig:
         None, "stop after this many steps in this start; the schedule still ends at num_steps", silent_change=True
     )
     time_limit: Time | None = setting(
-        None,
-        "save and stop this long after the job started (23h30min); 0s = never; none = 5 minutes before a SLURM job "
-        "ends",
+        None, "save and stop this long after the job began (23h30min); 0s = never; none = 5 min before SLURM ends it"
     )
     max_starts_without_progress: NonNegativeInt = setting(
         5, "refuse to start after this many starts in a row without progress (docs/reliability.md); 0 = never"
     )
     seed: NonNegativeInt = setting(2023, "seed of the initial weights and of the data order")
     gc_interval: NonNegativeInt = setting(
-        50,
-        "steps between Python's garbage collections, which all processes run at the same step; 0 = Python decides",
-        silent_change=True,
+        50, "steps between Python's garbage collections, which all processes run at the same step; 0 = Python decides"
     )
     cpu_threads: PositiveInt | None = setting(
         None,
@@ -309,9 +246,7 @@ class RunConfig:
     )
     deterministic: bool = setting(False, "use only kernels that return the same bits each time (slower on CUDA)")
     ignore_memory: bool = setting(False, "start even if the estimate exceeds the memory", silent_change=True)
-    dry_run: bool = setting(
-        False, "print the settings with their sources, the plan and the first batch; write nothing", silent_change=True
-    )
+    dry_run: bool = setting(False, "print settings, plan and first batch; write nothing", silent_change=True)
 
 
 @dataclass(frozen=True)
@@ -319,28 +254,19 @@ class ParallelConfig:
     """Sharding over GPUs, precision and activation checkpointing."""
 
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: GPUs if there are any; cuda: an error without GPUs")
-    backend: Literal["auto", "nccl", "gloo"] = setting(
-        "auto", "communication library; auto: nccl on GPUs, gloo on CPUs"
-    )
+    backend: Literal["auto", "nccl", "gloo"] = setting("auto", "communication; auto: nccl on GPUs, gloo on CPUs")
     sharding_strategy: ShardingStrategy = setting(
         "fsdp",
         "ddp (zero0): shards nothing; zero2: gradients and optimizer state; fsdp (zero3): parameters, too; hsdp, "
         "hsdp_zero2: as fsdp, zero2, but inside groups that replicate each other",
         aliases={"zero0": "ddp", "zero3": "fsdp"},
-        silent_change=True,
     )
-    hsdp_group_size: PositiveInt | None = setting(
-        None, "GPUs per sharding group of hsdp and hsdp_zero2; none = the GPUs of a node", silent_change=True
-    )
+    hsdp_group_size: PositiveInt | None = setting(None, "GPUs per group of hsdp, hsdp_zero2; none = those of a node")
     context_parallel_size: PositiveInt = setting(
-        1,
-        "neighboring GPUs that share their sequences, each with a part of every sequence; 1 = whole sequences",
-        silent_change=True,
+        1, "neighboring GPUs that share their sequences, each with a part of every sequence; 1 = whole sequences"
     )
     mixed_precision: bool | None = setting(
-        None,
-        "compute in mp_dtype, with master weights, optimizer and gradient reduction in float32; none = if the device "
-        "supports it in hardware",
+        None, "compute in mp_dtype; weights, optimizer and sums of gradients in float32; none = if the device can"
     )
     mp_dtype: Literal["bfloat16", "float16"] = setting(
         "bfloat16",
@@ -348,21 +274,16 @@ class ParallelConfig:
         aliases={"bf16": "bfloat16", "fp16": "float16"},
     )
     float8: Float8Scaling | None = setting(
-        None,
-        "float8 for the blocks' matrix products, with one scale per tensor (tensorwise) or row (rowwise); needs "
-        "torchao and compute capability 8.9 or higher",
+        None, "float8 for products in blocks (needs torchao), with a scale per tensor (tensorwise) or row (rowwise)"
     )
     low_cpu_fsdp: bool = setting(True, "initialize the model shard by shard; false = whole on every GPU, then shard")
-    fsdp_activation_checkpointing: bool = setting(
-        False, "keep only the blocks' inputs and recompute their activations in the backward pass", silent_change=True
-    )
+    fsdp_activation_checkpointing: bool = setting(False, "recompute activations of blocks in the backward pass")
     selective_checkpointing: str = setting(
         ALL_BLOCKS,
         "blocks that fsdp_activation_checkpointing covers. 1: all; k: every k-th; a fraction (1/3, 0.25): that share; "
         "op: all, but the results of matrix products and attention are kept",
-        silent_change=True,
     )
-    use_torch_compile: bool = setting(False, "compile the blocks; the first step takes longer", silent_change=True)
+    use_torch_compile: bool = setting(False, "compile the blocks; the first step takes longer")
 
 
 @dataclass(frozen=True)
@@ -370,9 +291,7 @@ class OptimizerConfig:
     """The optimizer and its settings."""
 
     optimizer: Annotated[str, OneOfOr(tuple(OPTIMIZERS))] = setting(
-        "adamw",
-        "adamw, adam, nadam, rmsprop, sgd, sgdm (with momentum), normalized_sgdm, muon (hidden matrices; AdamW for "
-        "the other parameters), or package.module:Class (docs/extending.md)",
+        "adamw", "muon: for hidden matrices, with AdamW for the other parameters (docs/extending.md: user-defined ones)"
     )
     optimizer_options: tuple[str, ...] = setting((), "arguments of a user-defined optimizer: key=value")
     learning_rate: NonNegativeFloat | None = setting(
@@ -383,29 +302,27 @@ class OptimizerConfig:
         "weight decay, except for norms and embeddings; decoupled in adamw, nadam, muon, normalized_sgdm; none = 0.1 "
         "for adamw, nadam, muon, else 0",
     )
-    adam_beta1: DecayFactor = setting(0.9, "adamw, adam, nadam, muon: decay of the first moment")
-    adam_beta2: DecayFactor = setting(0.95, "adamw, adam, nadam, muon: decay of the second moment")
+    adam_beta1: Share = setting(0.9, "adamw, adam, nadam, muon: decay of the first moment")
+    adam_beta2: Share = setting(0.95, "adamw, adam, nadam, muon: decay of the second moment")
     adam_epsilon: NonNegativeFloat = setting(
         1e-8, "adamw, adam, nadam, rmsprop, muon: added to the root of the second moment"
     )
-    momentum: DecayFactor | None = setting(
+    momentum: Share | None = setting(
         None, "momentum of sgdm, normalized_sgdm (none = 0.9), rmsprop (none = 0) and muon (none = 0.95)"
     )
     nesterov: bool | None = setting(None, "Nesterov momentum in sgdm (none = false) and muon (none = true)")
-    rms_alpha: DecayFactor | None = setting(None, "rmsprop: decay of the mean square; none = 0.99")
-    muon_adam_learning_rate: NonNegativeFloat | None = setting(
-        None, "muon: peak learning rate of the parameters under AdamW; none = learning_rate"
-    )
+    rms_alpha: Share | None = setting(None, "rmsprop: decay of the mean square; none = 0.99")
+    muon_adam_learning_rate: NonNegativeFloat | None = setting(None, "muon: peak rate of AdamW; none = learning_rate")
     muon_adam_weight_decay: NonNegativeFloat | None = setting(
-        None, "muon: weight decay of the output head; none = weight_decay"
+        None, "muon: weight decay of the head; none = weight_decay"
     )
     muon_ns_steps: PositiveInt | None = setting(None, "muon: Newton-Schulz iterations per update; none = 5")
     grad_clip_thresh: NonNegativeFloat = setting(1.0, "clip the gradient to this norm; 0 = no clipping")
 
     def resolved(self) -> OptimizerConfig:
-        """Return the same with the optimizer's own defaults in place of none, AdamW's for one of the user's own."""
-        own = OPTIMIZERS.get(self.optimizer, OPTIMIZERS["adamw"]).defaults
-        chosen = replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
+        """Return the settings with the optimizer's defaults in place of none; AdamW's for a user-defined optimizer."""
+        defaults = OPTIMIZERS.get(self.optimizer, OPTIMIZERS["adamw"]).defaults
+        chosen = replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
         of_adam = {"muon_adam_learning_rate": chosen.learning_rate, "muon_adam_weight_decay": chosen.weight_decay}
         unset: dict[str, Any] = {name: value for name, value in of_adam.items() if getattr(self, name) is None}
         return replace(chosen, **unset) if self.optimizer == "muon" else chosen
@@ -446,9 +363,7 @@ class ScheduleConfig:
         aliases={"warmup_stable_decay": "wsd"},
     )
     training_stage: Literal["initial", "annealing"] = setting(
-        "initial",
-        "annealing: instead of the schedule, a straight line from the peak, at the step where this stage begins, to "
-        "zero at num_steps",
+        "initial", "annealing: instead of the schedule, a straight line from the peak, where this stage begins, to zero"
     )
     warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
     stable_steps: PartOfRun | None = setting(None, "wsd, trapezoid: length at the peak; the decay takes the rest")
@@ -487,32 +402,25 @@ class CheckpointConfig:
     )
     ckpt_load_path: str | None = setting(
         None,
-        "where to start if ckpt_save_path holds no checkpoint: a run or checkpoint (folder or object store address), "
-        "or a Hugging Face Llama (folder or name on the Hub)",
+        "where a new run starts: a run or checkpoint (folder, address), or a Hugging Face Llama (folder, Hub name)",
         may_be_address=True,
     )
     ckpt_mirror_path: str | None = setting(
         None,
-        "object store address (s3://bucket/runs/mine, gs://, abfss://, file://) to copy checkpoints to; a start "
-        "resumes from the newest copy if that is newer than every checkpoint in ckpt_save_path",
-        silent_change=True,
+        "object store address to copy checkpoints to; a start resumes from there if its newest copy is newer",
         may_be_address=True,
     )
     init_from: Literal["auto", "resume", "scratch"] = setting(
         "auto",
         "auto: the newest checkpoint in ckpt_save_path, else ckpt_load_path, else initial weights; resume: as auto, "
         "but a checkpoint must exist; scratch: initial weights, refused if ckpt_save_path holds another run",
-        silent_change=True,
     )
     resume_from_checkpoint: str | None = setting(
         None,
         "path, name or step of an older checkpoint of this run to return to, once; newer checkpoints move to "
         "checkpoints/set_aside_<time>/. For a checkpoint of another run: the same as ckpt_load_path",
-        silent_change=True,
     )
-    weights_only: bool = setting(
-        False, "start a new run from the weights in ckpt_load_path; always so for a Hugging Face folder"
-    )
+    weights_only: bool = setting(False, "a new run from the weights in ckpt_load_path; always so for Hugging Face")
     ckpt_format: Literal["sharded", "full"] = setting(
         "sharded", "sharded: each process writes its shard as safetensors; full: four unsharded .pt files"
     )
@@ -547,55 +455,32 @@ class EvaluationConfig:
     )
     eval_interval: Duration = setting(Duration(1000, "steps"), "how often to evaluate; 0 = only at the end")
     eval_batches: PositiveInt = setting(
-        16,
-        "global batches per evaluation of the held-out documents, and of each of eval_datasets; each set at most once. "
-        "A run keeps the number of sequences of its first start",
+        16, "global batches per set and evaluation; a run keeps the number of sequences of its first start"
     )
-    eval_tasks: tuple[str, ...] = setting(
-        (), "benchmark tasks, groups or tags of lm-eval (extra `tasks`) to evaluate on", silent_change=True
-    )
-    eval_tasks_path: str | None = setting(None, "folder with YAML files of more tasks", silent_change=True)
+    eval_tasks: tuple[str, ...] = setting((), "tasks, groups or tags of lm-eval (extra `tasks`) to evaluate on")
+    eval_tasks_path: str | None = setting(None, "folder with YAML files of more tasks")
     eval_tasks_interval: Duration | None = setting(
-        None,
-        "how often to evaluate on the tasks; 0 = only at the end; none = eval_interval",
-        silent_change=True,
+        None, "how often to evaluate on the tasks; 0 = only at the end; none = eval_interval"
     )
-    eval_tasks_limit: PositiveInt | None = setting(
-        None, "questions per task, the first ones; none = all", silent_change=True
-    )
+    eval_tasks_limit: PositiveInt | None = setting(None, "questions per task, the first ones; none = all")
     eval_tasks_shots: NonNegativeInt | None = setting(
-        None, "examples before each question, unless a task fixes 0; none = as the task says", silent_change=True
+        None, "examples before each question, unless a task fixes 0; none = as the task says"
     )
-    evaluators: tuple[str, ...] = setting(
-        (),
-        "user-defined code that evaluations call with the model: package.module:Class (docs/extending.md)",
-        silent_change=True,
-    )
-    extra_scores: tuple[str, ...] = setting(
-        (),
-        "user-defined scores for reports and evaluations: package.module:Class (docs/extending.md)",
-        silent_change=True,
-    )
+    evaluators: tuple[str, ...] = setting((), "code to call with the model: package.module:Class (docs/extending.md)")
+    extra_scores: tuple[str, ...] = setting((), "user-defined scores: package.module:Class (docs/extending.md)")
     best_by: str | None = setting(
         None,
-        "evaluation set whose loss decides which checkpoint is best, <task>/<metric>, or a number of evaluators; "
-        "none = the mean over all sets",
+        "decides the best checkpoint: evaluation set, <task>/<metric> or number of evaluators; none = mean of sets",
     )
     early_stopping_evaluations: NonNegativeInt = setting(
-        0,
-        "finish the run after this many evaluations in a row without a better value of best_by; 0 = never",
-        silent_change=True,
+        0, "finish the run after this many evaluations in a row without a better value of best_by; 0 = never"
     )
     eval_only: bool = setting(
-        False,
-        "evaluate ckpt_load_path, or the newest checkpoint in ckpt_save_path; print a table and JSON; write nothing",
-        silent_change=True,
+        False, "evaluate ckpt_load_path, else the newest checkpoint; print it, write nothing", silent_change=True
     )
-    sample_prompt: str = setting("", "prompt for the generated text; empty = no prompt", silent_change=True)
-    sample_tokens: NonNegativeInt = setting(
-        64, "tokens to generate at the end of the run, if tokenizer_path is given; 0 = none", silent_change=True
-    )
-    sample_at_evaluations: bool = setting(False, "generate text after each evaluation, too", silent_change=True)
+    sample_prompt: str = setting("", "prompt for the generated text; empty = no prompt")
+    sample_tokens: NonNegativeInt = setting(64, "tokens to generate at the end, if there is a tokenizer; 0 = none")
+    sample_at_evaluations: bool = setting(False, "generate text after each evaluation, too")
 
 
 @dataclass(frozen=True)
@@ -604,20 +489,17 @@ class ReportConfig:
 
     report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = only at the end")
     norms_interval: NonNegativeInt = setting(
-        0,
-        "steps between reports of norms by block (gradient, weight, update, output); 0 = never",
-        silent_change=True,
+        0, "steps between reports of norms by block (gradient, weight, update, output); 0 = never"
     )
     tracker: tuple[Annotated[str, OneOfOr(tuple(TRACKERS))], ...] = setting(
-        ("tensorboard",),
-        "trackers besides logs/metrics.jsonl: tensorboard, wandb, mlflow, or package.module:Class (docs/extending.md)",
+        ("tensorboard",), "trackers besides logs/metrics.jsonl (docs/extending.md: user-defined ones)"
     )
     tracker_dir: str | None = setting(None, "folder for the trackers' files; none = <ckpt_save_path>/logs")
     tracker_project_name: str | None = setting(
         None, "wandb project or mlflow experiment; none = the service's own setting, else pretraining"
     )
     tracker_run_name: str | None = setting(
-        None, "run name in wandb and mlflow; none = WANDB_NAME, else the run folder's name"
+        None, "run name in wandb and mlflow; none = WANDB_NAME, else the run folder's"
     )
     tracker_run_id: str | None = setting(None, "wandb or mlflow run to resume; none = the run folder's, or a new one")
     progress: Literal["auto", "live", "plain"] = setting(
@@ -662,9 +544,7 @@ class LossConfig:
     """Memory for logits, and z-loss."""
 
     loss_chunk_tokens: NonNegativeInt | None = setting(
-        None,
-        "tokens whose logits are in memory at the same time; 0 = all tokens of a micro-batch; none = 256 on a CPU, "
-        "else 2^28 logits (1 GiB in float32)",
+        None, "tokens whose logits are in memory at once; 0 = all; none = 256 on a CPU, else 2^28 logits (1 GiB)"
     )
     z_loss_weight: NonNegativeFloat = setting(
         0.0, "weight of z-loss, ln(Z)^2 per token with Z the denominator of the softmax; 1e-4 is common"
@@ -679,8 +559,7 @@ class ProfilerConfig:
         False, "trace some steps into <ckpt_save_path>/profile_traces and print a summary of their time"
     )
     profile_steps: tuple[str, ...] = setting(
-        (),
-        "steps to profile, A-B, counted from 1; empty = steps 4 to 6 of each start, unless profile_interval is given",
+        (), "steps to profile, A-B, from 1; empty = 4 to 6 of each start, unless profile_interval is given"
     )
     profile_interval: Duration = setting(Duration(0, "steps"), "how often to profile three steps; 0 = never")
     profiler_rank0_only: bool = setting(True, "trace rank 0 only; false = all ranks, one file each")

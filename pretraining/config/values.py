@@ -1,22 +1,21 @@
 """Parsing, checking and formatting of one setting's value.
 
 Flags and recipes give raw text (a list of texts for a recipe's list, None for its null). `parse_value` returns the
-typed value, `limit_problem` checks a value, parsed or given in Python, and `format_value` returns text that parses back
-equal.
+typed value, `limit_problem` checks a value, and `format_value` returns text that parses back equal.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import operator
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from pretraining.config.fields import Setting
 from pretraining.config.plugins import PLUGIN_PATH, join_brackets
@@ -45,6 +44,7 @@ _REMOVED_CHOICES = {"jsonl": " (logs/metrics.jsonl in the run's folder is always
 # Each limit with its words in help, its test, and its words in an error.
 _LIMITS = (
     (Ge, "at least", operator.ge, "the smallest value is"),
+    (Gt, "above", operator.gt, "it must be above"),
     (Le, "at most", operator.le, "the largest value is"),
     (Lt, "below", operator.lt, "it must be below"),
 )
@@ -64,7 +64,7 @@ def parse_value(setting: Setting, raw: Raw, *, is_typed: bool = True) -> Any:
         items = split_list(raw)
         items = join_brackets(items) if setting.name.endswith("_options") else items
         value = tuple(_parse_one(setting, text, is_typed) for text in items)
-    elif setting.optional and _is_none(raw):
+    elif setting.optional and (raw is None or str(raw).strip().lower() in NONE_WORDS):
         value = setting.typed_none if isinstance(raw, str) and raw.strip() else None
     elif isinstance(raw, str):
         value = _parse_one(setting, raw, is_typed)
@@ -143,16 +143,11 @@ def _variable(match: re.Match[str]) -> str:
 
 
 def limit_problem(setting: Setting, value: Any) -> str | None:
-    """Return the problem of a value, parsed or given in Python, with type or limits; None if it is valid."""
+    """Return the problem of a value, parsed or of an untrusted file, with type or limits; None if it is valid."""
     if value is None and setting.optional:
         return None
-    if setting.many:
-        if not isinstance(value, tuple):
-            return "a tuple is needed"
-        return next(filter(None, (_item_problem(setting, item) for item in value)), None)
-    if setting.optional and _is_none(value):
-        return f"{value!r} means none: write None, or ./{value} for a path"
-    return _item_problem(setting, value)
+    items = value if setting.many else (value,)
+    return next(filter(None, (_item_problem(setting, item) for item in items)), None)
 
 
 def format_value(value: Any) -> str:
@@ -194,10 +189,6 @@ def did_you_mean(name: str, known: Iterable[str], question: str) -> str:
     return question.format(close[0]) if close else ""
 
 
-def _is_none(raw: Any) -> bool:
-    return raw is None or (isinstance(raw, str) and raw.strip().lower() in NONE_WORDS)
-
-
 def _parse_one(setting: Setting, text: str, is_typed: bool) -> Any:
     if setting.choices:
         return _canonical_choice(setting, text.strip())
@@ -233,8 +224,7 @@ def _canonical_choice(setting: Setting, text: str) -> str:
 def _item_problem(setting: Setting, value: Any) -> str | None:
     accepted: Any = (int, float) if setting.base is float else setting.base
     if not isinstance(value, accepted) or isinstance(value, bool) != (setting.base is bool):
-        hint = " (Duration.parse)" if setting.base is Duration else ""
-        return f"{_NOUNS[setting.base]}{hint} is needed"
+        return f"{_NOUNS[setting.base]} is needed"
     if setting.base is Duration and value.unit not in setting.units:
         return f"{value.unit} are not allowed here, give {' or '.join(setting.units)}"
     if setting.is_path and is_address(value) and (problem := address_problem(value)) is not None:
@@ -253,9 +243,9 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
         hint = _REMOVED_CHOICES.get(value) or did_you_mean(value, setting.choices, " (did you mean {}?)")
         user_defined = ", or a user-defined package.module:Name" if setting.pluggable else ""
         return f"not known{hint}, use one of {', '.join(setting.choices)}{user_defined}"
-    if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
+    if setting.base is int and abs(value) >= LARGEST_INTEGER:
         return "it must be below 2^63"
-    if isinstance(value, float) and not math.isfinite(value):
+    if setting.base is float and not abs(value) <= sys.float_info.max:
         return "a finite number is needed"
     for kind, _, holds, words in _LIMITS:
         if kind in setting.limits and not holds(value, setting.limits[kind]):

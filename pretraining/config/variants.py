@@ -11,11 +11,12 @@ import reprlib
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, get_args
+from typing import Any
 
+from pretraining.config.fields import settings_of
 from pretraining.config.plugins import PLUGIN_PATH, load_plugin
 from pretraining.config.training import AttentionBias, ModelConfig, ModelFamily, NormPosition, QkNorm
-from pretraining.config.values import did_you_mean
+from pretraining.config.values import did_you_mean, limit_problem
 from pretraining.errors import ConfigError, Problem
 
 
@@ -122,84 +123,48 @@ WITHOUT_WEIGHTS = ("max_position_embeddings", "sliding_window", "model_family")
 """Fields that no weight depends on: models with the same weights may differ in them."""
 
 
-def _shape(
-    hidden: int, heads: int, kv_heads: int, layers: int, feed_forward: int, context: int, theta: float, vocab: int
-) -> LlamaShape:
-    return LlamaShape(hidden, feed_forward, layers, heads, kv_heads, hidden // heads, vocab, context, theta)
-
-
-def _llama32(hidden: int, heads: int, layers: int) -> LlamaShape:
-    """Return a small Llama 3.2: tied embeddings, and a context of 131072 tokens scaled from 8192."""
-    shape = _shape(hidden, heads, 8, layers, 8192, 131072, 5e5, 128256)
-    return replace(shape, tie_word_embeddings=True, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
-
-
-def _qwen3(hidden: int, heads: int, layers: int, feed_forward: int, *, tied: bool) -> LlamaShape:
-    shape = replace(_shape(hidden, heads, 8, layers, feed_forward, 32768, 1e6, 151936), head_dim=128, rms_norm_eps=1e-6)
-    return replace(shape, tie_word_embeddings=tied, qk_norm="head", model_family="qwen3")
-
-
-def _olmo2(hidden: int, heads: int, layers: int, feed_forward: int) -> LlamaShape:
-    shape = replace(_shape(hidden, heads, heads, layers, feed_forward, 4096, 5e5, 100352), rms_norm_eps=1e-6)
-    return replace(shape, qk_norm="whole", norm_position="post", model_family="olmo2")
-
-
-def _smollm2(hidden: int, heads: int, kv_heads: int, layers: int, feed_forward: int, theta: float) -> LlamaShape:
-    shape = _shape(hidden, heads, kv_heads, layers, feed_forward, 8192, theta, 49152)
-    return replace(shape, tie_word_embeddings=True)
-
-
-def _granite3(hidden: int, feed_forward: int, attention: float, logits: float) -> LlamaShape:
-    return replace(
-        _shape(hidden, 32, 8, 40, feed_forward, 4096, 1e4, 49155),
-        tie_word_embeddings=True,
-        embedding_multiplier=12.0,
-        residual_multiplier=0.22,
-        attention_multiplier=attention,
-        logits_scaling=logits,
-        model_family="granite",
-    )
-
-
 def _research(hidden: int, heads: int, layers: int) -> LlamaShape:
     """Return a shape for experiments: no grouped queries, feed-forward 8/3 of the width, rounded up to 256."""
     feed_forward = -(-hidden * 8 // (3 * 256)) * 256
-    return _shape(hidden, heads, heads, layers, feed_forward, 2048, 1e4, 32000)
+    return LlamaShape(hidden, feed_forward, layers, heads, heads, hidden // heads, 32000, 2048, 1e4)
 
+
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_LLAMA32 = _TIED | {"rope_scaling": RopeScaling(32.0, 1.0, 4.0, 8192)}
+_QWEN3: dict[str, Any] = {"rms_norm_eps": 1e-6, "qk_norm": "head", "model_family": "qwen3"}
+_OLMO2: dict[str, Any] = {"rms_norm_eps": 1e-6, "qk_norm": "whole", "norm_position": "post", "model_family": "olmo2"}
+_SMOLLM3 = _TIED | {"rms_norm_eps": 1e-6, "no_rope_interval": 4, "model_family": "smollm3"}
+_GRANITE3 = _TIED | {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "model_family": "granite"}
+_GRANITE3_2B = _GRANITE3 | {"attention_multiplier": 0.015625, "logits_scaling": 8.0}
+_GRANITE3_8B = _GRANITE3 | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0}
 
 VARIANTS: dict[str, LlamaShape] = {
-    #                      hidden heads kv layers  feed-f. context theta  vocab
-    "7b": _shape(4096, 32, 32, 32, 11008, 4096, 1e4, 32000),
-    "13b": _shape(5120, 40, 40, 40, 13824, 4096, 1e4, 32000),
-    "34b": _shape(8192, 64, 8, 48, 22016, 16384, 1e6, 32000),
-    "70b": _shape(8192, 64, 8, 80, 28672, 4096, 1e4, 32000),
-    "llama2_1.4b": _shape(2048, 16, 4, 24, 6144, 4096, 1e4, 32000),
-    "llama3_194m": _shape(1024, 8, 8, 10, 2816, 8192, 5e5, 128256),
-    "llama3_1.8b": _shape(2048, 16, 8, 24, 7168, 8192, 5e5, 128256),
-    "llama3_3.2b": _shape(3072, 24, 8, 24, 8192, 8192, 5e5, 128256),
-    "llama3_8b": _shape(4096, 32, 8, 32, 14336, 8192, 5e5, 128256),
-    "llama3_70b": _shape(8192, 64, 8, 80, 28672, 8192, 5e5, 128256),
-    "llama3.2_1b": _llama32(2048, 32, 16),
-    "llama3.2_3b": _llama32(3072, 24, 28),
-    "qwen3_0.6b": _qwen3(1024, 16, 28, 3072, tied=True),
-    "qwen3_1.7b": _qwen3(2048, 16, 28, 6144, tied=True),
-    "qwen3_4b": _qwen3(2560, 32, 36, 9728, tied=True),
-    "qwen3_8b": _qwen3(4096, 32, 36, 12288, tied=False),
-    "mistral_7b": replace(_shape(4096, 32, 8, 32, 14336, 32768, 1e6, 32768), model_family="mistral"),
-    "olmo2_1b": _olmo2(2048, 16, 16, 8192),
-    "olmo2_7b": _olmo2(4096, 32, 32, 11008),
-    "smollm2_135m": _smollm2(576, 9, 3, 30, 1536, 1e5),
-    "smollm2_360m": _smollm2(960, 15, 5, 32, 2560, 1e5),
-    "smollm2_1.7b": _smollm2(2048, 32, 32, 24, 8192, 1.3e5),
-    "smollm3_3b": replace(
-        _shape(2048, 16, 4, 36, 11008, 65536, 5e6, 128256),
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        no_rope_interval=4,
-        model_family="smollm3",
-    ),
-    "granite3_2b": _granite3(2048, 8192, 0.015625, 8.0),
-    "granite3_8b": _granite3(4096, 12800, 0.0078125, 16.0),
+    # hidden, feed-forward, layers, heads, key/value heads, head, vocabulary, context, theta
+    "7b": LlamaShape(4096, 11008, 32, 32, 32, 128, 32000, 4096, 1e4),
+    "13b": LlamaShape(5120, 13824, 40, 40, 40, 128, 32000, 4096, 1e4),
+    "34b": LlamaShape(8192, 22016, 48, 64, 8, 128, 32000, 16384, 1e6),
+    "70b": LlamaShape(8192, 28672, 80, 64, 8, 128, 32000, 4096, 1e4),
+    "llama2_1.4b": LlamaShape(2048, 6144, 24, 16, 4, 128, 32000, 4096, 1e4),
+    "llama3_194m": LlamaShape(1024, 2816, 10, 8, 8, 128, 128256, 8192, 5e5),
+    "llama3_1.8b": LlamaShape(2048, 7168, 24, 16, 8, 128, 128256, 8192, 5e5),
+    "llama3_3.2b": LlamaShape(3072, 8192, 24, 24, 8, 128, 128256, 8192, 5e5),
+    "llama3_8b": LlamaShape(4096, 14336, 32, 32, 8, 128, 128256, 8192, 5e5),
+    "llama3_70b": LlamaShape(8192, 28672, 80, 64, 8, 128, 128256, 8192, 5e5),
+    "llama3.2_1b": LlamaShape(2048, 8192, 16, 32, 8, 64, 128256, 131072, 5e5, **_LLAMA32),
+    "llama3.2_3b": LlamaShape(3072, 8192, 28, 24, 8, 128, 128256, 131072, 5e5, **_LLAMA32),
+    "qwen3_0.6b": LlamaShape(1024, 3072, 28, 16, 8, 128, 151936, 32768, 1e6, **_QWEN3, **_TIED),
+    "qwen3_1.7b": LlamaShape(2048, 6144, 28, 16, 8, 128, 151936, 32768, 1e6, **_QWEN3, **_TIED),
+    "qwen3_4b": LlamaShape(2560, 9728, 36, 32, 8, 128, 151936, 32768, 1e6, **_QWEN3, **_TIED),
+    "qwen3_8b": LlamaShape(4096, 12288, 36, 32, 8, 128, 151936, 32768, 1e6, **_QWEN3),
+    "mistral_7b": LlamaShape(4096, 14336, 32, 32, 8, 128, 32768, 32768, 1e6, model_family="mistral"),
+    "olmo2_1b": LlamaShape(2048, 8192, 16, 16, 16, 128, 100352, 4096, 5e5, **_OLMO2),
+    "olmo2_7b": LlamaShape(4096, 11008, 32, 32, 32, 128, 100352, 4096, 5e5, **_OLMO2),
+    "smollm2_135m": LlamaShape(576, 1536, 30, 9, 3, 64, 49152, 8192, 1e5, **_TIED),
+    "smollm2_360m": LlamaShape(960, 2560, 32, 15, 5, 64, 49152, 8192, 1e5, **_TIED),
+    "smollm2_1.7b": LlamaShape(2048, 8192, 24, 32, 32, 64, 49152, 8192, 1.3e5, **_TIED),
+    "smollm3_3b": LlamaShape(2048, 11008, 36, 16, 4, 128, 128256, 65536, 5e6, **_SMOLLM3),
+    "granite3_2b": LlamaShape(2048, 8192, 40, 32, 8, 64, 49155, 4096, 1e4, **_GRANITE3_2B),
+    "granite3_8b": LlamaShape(4096, 12800, 40, 32, 8, 128, 49155, 4096, 1e4, **_GRANITE3_8B),
     "tiny": _research(256, 4, 6),
     "small": _research(256, 4, 4),
     "medium": _research(768, 12, 12),
@@ -208,24 +173,13 @@ VARIANTS: dict[str, LlamaShape] = {
     "350m": _research(1024, 16, 24),
     "760m": _research(1536, 16, 24),
     "1b": _research(2048, 16, 24),
-    "demo": _shape(192, 4, 4, 4, 512, 2048, 1e4, 4096),  # for the recipe demo
+    "demo": LlamaShape(192, 512, 4, 4, 4, 48, 4096, 2048, 1e4),  # for the recipe demo
 }
 
 
 DEFAULT_VARIANT = "7b"
 VOCABULARY_MULTIPLE = 128
 
-LARGEST_SIZES = {
-    "hidden_size": 2**20,
-    "intermediate_size": 2**22,
-    "num_hidden_layers": 4096,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "vocab_size": 2**31,
-    "max_position_embeddings": 2**40,
-}
-"""Limits far beyond any trained model: larger sizes are mistakes, and could take forever to build."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 
@@ -263,48 +217,17 @@ _NOT_TAKEN = ("model_variant", "rope_scaling")
 
 
 def size_problems(shape: LlamaShape) -> Iterator[str]:
-    """Yield the impossible dimensions of an untrusted shape; check before use."""
-    for name, largest in LARGEST_SIZES.items():
-        size = getattr(shape, name)
-        if type(size) is not int or not 1 <= size <= largest:
-            yield f"{name}={shown(size)} is out of range: give a whole number from 1 to {largest:,}"
-    numbers = {name: getattr(shape, name) for name in ("rms_norm_eps", "rope_theta", *_MULTIPLIERS)}
-    for name, value in numbers.items():
-        smallest = 1 if name == "rope_theta" else 0
-        is_above = name in _MULTIPLIERS
-        if value is None and name == "attention_multiplier":
+    """Yield the impossible values of an untrusted shape; check before use."""
+    settings = settings_of(ModelConfig)
+    for name, value in vars(shape).items():
+        if name == "rope_scaling":
+            yield from () if value is None else _scaling_problems(value)
             continue
-        if not is_number(value) or value < smallest or (is_above and value == 0):
-            limit = "above 0" if is_above else f"at least {smallest}"
-            yield f"{name}={shown(value)} is out of range: give a finite number, {limit}"
-    for name in ("tie_word_embeddings", "mlp_bias"):
-        if type(getattr(shape, name)) is not bool:
-            yield f"{name}={shown(getattr(shape, name))} is neither true nor false"
-    for name, choices in _CHOICES.items():
-        if getattr(shape, name) not in choices:
-            yield f"{name}={shown(getattr(shape, name))} is none of {', '.join(choices)}"
-    for name, smallest in (("no_rope_interval", 0), ("sliding_window", 1)):
-        value = getattr(shape, name)
-        if (value is not None or name == "no_rope_interval") and (type(value) is not int or value < smallest):
-            yield f"{name}={shown(value)} is out of range: give a whole number of at least {smallest}"
-    if shape.block is not None and not (isinstance(shape.block, str) and PLUGIN_PATH.fullmatch(shape.block)):
+        is_missing = value is None and NEUTRAL.get(name, 0) is not None
+        if problem := "a value is needed" if is_missing else limit_problem(settings[name], value):
+            yield f"{name}={shown(value)}: {problem}"
+    if shape.block is not None and not PLUGIN_PATH.fullmatch(str(shape.block)):
         yield f"block={shown(shape.block)} is not of the form package.module:Class"
-    if shape.rope_scaling is not None:
-        yield from _scaling_problems(shape.rope_scaling)
-
-
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "attention_bias": get_args(AttentionBias),
-    "qk_norm": get_args(QkNorm),
-    "norm_position": get_args(NormPosition),
-    "model_family": get_args(ModelFamily),
-}
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number in the range of floats."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def shown(value: Any) -> str:
@@ -376,10 +299,10 @@ def load_block(path: str) -> type[Any]:
             f"the model has blocks of the class {path}, which a checkpoint does not contain: give --block={path} to "
             "import it, or in Python import its module first"
         )
-    found = load_plugin("block", path)
-    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+    block = load_plugin("block", path)
+    if not (isinstance(block, type) and issubclass(block, torch.nn.Module)):
         raise ConfigError(f"--block={path} is no torch.nn.Module: give a class, such as a subclass of DecoderBlock")
-    return found
+    return block
 
 
 # Rotary scaling
@@ -456,7 +379,8 @@ def _scaling_problems(scaling: RopeScaling) -> Iterator[str]:
         yield f"rope_type={shown(kind)} is none of {', '.join(SCALING_FIELDS)}"
     for name, value in values.items():
         smallest = 1 if name in ("factor", ORIGINAL_CONTEXT) else 0
-        if not is_number(value) or value < smallest or value == 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not smallest <= value <= sys.float_info.max or value == 0:
             yield f"{name}={shown(value)} is out of range: give a finite number, at least {smallest}"
             return
     if type(scaling.original_max_position_embeddings) is not int:

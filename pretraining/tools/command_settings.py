@@ -231,7 +231,9 @@ class TranslateConfig:
     """
 
     input_path: str = required("settings file; also as the first word", first_word=True)
-    kind: str | None = setting(None, "system that the file is of (docs/coming-from.md); none = by the file's keys")
+    kind: Literal["stub", "guide", "deepspeed", "composed", "nanogpt"] | None = setting(
+        None, "system that the file is of (docs/coming-from.md); none = by the file's keys"
+    )
     output_path: str | None = setting(None, "recipe to write; none = print it")
     accept_llama: bool = setting(False, "use a Llama of the same shape for another model (GELU, dropout, biases)")
     accept_unknown: bool = setting(False, "ignore unknown keys")

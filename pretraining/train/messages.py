@@ -198,7 +198,7 @@ def changed_settings(before: TrainConfig, now: TrainConfig) -> dict[str, tuple[s
     settings = settings_of(TrainConfig)
     was, is_now = (values_of(replace(each, optimizer=each.optimizer.resolved())) for each in (before, now))
     return {
-        name: (format_value(was[name]), format_value(value))
+        name: (format_value(was[name]) or "none", format_value(value) or "none")
         for name, value in is_now.items()
         if was[name] != value and not settings[name].silent_change
     }

@@ -64,14 +64,17 @@ def test_incompatible_settings_are_refused_with_the_difference_and_others_are_lo
     for each, change in zip(ended[1:], refused, strict=False):
         assert each.status == 1 and each.stderr.count("error:") == 1
         assert change.partition("=")[0] in each.stderr
-    said = [line.strip() for line in ended[-2].output.splitlines() if "changed from" in line]
+    said, last = (
+        [line.strip() for line in start.output.splitlines() if "changed from" in line] for start in ended[-2:]
+    )
     assert said == [
         "num_steps changed from 10 to 20",
+        "sharding_strategy changed from fsdp to ddp",
         "learning_rate changed from 0.001 to 0.002",
         "weight_decay changed from 0.1 to 0.0",
         "warmup_steps changed from none to 3",
     ]
-    assert "step 3/20" in ended[-2].output and "changed from" not in ended[-1].output
+    assert "step 3/20" in ended[-2].output and last == ["sharding_strategy changed from ddp to fsdp"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, overload
 
-from pretraining.config.rules import check_config
+from pretraining.config.read import check_config
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.storage.document_records import record_name
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer

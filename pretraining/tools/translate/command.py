@@ -16,7 +16,7 @@ from pretraining.files import check_replaceable, output_errors, write_atomic
 from pretraining.launch.terminal import print_text
 from pretraining.tools.command_settings import TranslateConfig
 from pretraining.tools.translate.engine import ACCEPT_LLAMA, ACCEPT_UNKNOWN
-from pretraining.tools.translate.systems import SYSTEMS, translate_all
+from pretraining.tools.translate.systems import translate_all
 
 _YAML = (".yaml", ".yml")
 _FIRST_WORDS = "# Translated from "
@@ -43,8 +43,6 @@ def translate_file(config: TranslateConfig, arguments: Sequence[Assignment] = ()
     name = config.input_path
     if config.output_path is not None and Path(config.output_path).suffix not in _YAML:
         raise ConfigError(f"--output_path={config.output_path}: the name of a recipe must end in {' or '.join(_YAML)}")
-    if config.kind not in (None, *SYSTEMS):
-        raise ConfigError(f"--kind={config.kind} is not known: give one of {', '.join(SYSTEMS)}")
     accepts = {flag: True for flag in (ACCEPT_LLAMA, ACCEPT_UNKNOWN) if getattr(config, flag)}
     translated = translate_all([*assign({"recipe": [name], **accepts}), *arguments], config.kind)
     reader = read_values(TrainConfig, translated.assignments)

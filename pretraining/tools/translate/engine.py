@@ -38,6 +38,8 @@ _REPLACED_BY_FLAG = {
     "use_dummy_dataset": ([word for word, on in BOOL_WORDS.items() if not on], _DATA | {"data_path"}),
     "mixed_precision": ([word for word, on in BOOL_WORDS.items() if on], frozenset({"mp_dtype"})),
     "model_variant": (NONE_WORDS, _SIZES),
+    "held_out_fraction": ((), frozenset({"eval_datasets"})),
+    "eval_datasets": ((), frozenset({"held_out_fraction"})),
 }
 """Per flag: values that replace nothing, and the settings of a file that any other value replaces."""
 

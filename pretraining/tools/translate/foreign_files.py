@@ -36,11 +36,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def read_settings(path: Path) -> dict[str, str | None]:
-    """Return the settings of a file by dotted key; raise a ConfigError if it is unreadable, invalid or empty."""
-    settings = dict(_flatten(_read_tree(path), ""))
-    if not settings:
-        raise ConfigError(f"{path} has no settings: write `name: value` on each line")
-    return settings
+    """Return the settings of a file by dotted key; raise a ConfigError if it is unreadable or invalid."""
+    return dict(_flatten(_read_tree(path), ""))
 
 
 def _read_tree(path: Path) -> dict[str, Any]:

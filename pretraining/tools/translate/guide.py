@@ -19,6 +19,12 @@ from pretraining.tools.translate.rows import Row, renamed
 
 _SIZES = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"}
 _ROOT = PrepareConfig().output_path
+_OF_PREPARE = {
+    "dataset_config": "hf_config",
+    "dataset_split": "hf_split",
+    "text_column": "text_field",
+    "preprocessing_num_workers": "num_workers",
+}
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)(?:\.\w+)?")
 
 
@@ -48,10 +54,8 @@ def _include_deepspeed(translation: Translation) -> None:
         return
     if key not in translation:
         return
-    named = Path(translation.text(key) or "").expanduser()
-    beside = Path(translation.values[key].file).parent / named
-    path = next((path for path in (beside, named) if is_file(path)), None)
-    if path is None:
+    path = Path(translation.text(key) or "").expanduser()
+    if not is_file(path):
         translation.refuse(key, "there is no such file: correct or delete this line")
         return
     values = {name: Given(name, text, str(path)) for name, text in read_settings(path).items()}
@@ -122,36 +126,22 @@ def _resume(text: str) -> str:
 
 def _set_dataset(translation: Translation) -> None:
     """Set the training data, with the command that prepares the text."""
-    key, text = "dataset_name", translation.text("dataset_name") or ""
-    tokenizer = translation.flags.get("tokenizer_path")
-    settings = {"data_path": _ROOT, "datasets": _dataset_of(text)}
-    if tokenizer is None:  # prepare trains one
-        settings |= {"tokenizer_path": _ROOT, "sep_token": "0"}
-    is_path = _is_path(text)
-    flags = {
-        "input_path" if is_path else "hf_dataset": text,
-        "hf_config": None if is_path else translation.text("dataset_config"),
-        "hf_split": None if is_path else translation.text("dataset_split"),
-        "text_field": translation.text("text_column"),
-        "vocab_size": translation.text("vocab_size") if tokenizer is None else None,
-        "tokenizer_path": tokenizer,
-        "num_workers": translation.text("preprocessing_num_workers"),
-    }
+    text, tokenizer = translation.text("dataset_name") or "", translation.flags.get("tokenizer_path")
+    flags = {"input_path" if _is_path(text) else "hf_dataset": text, "tokenizer_path": tokenizer}
+    flags |= {flag: translation.text(name) for name, flag in _OF_PREPARE.items()}
+    if tokenizer is None:
+        flags["vocab_size"] = translation.text("vocab_size")
     words = [f"--{name}={value}" for name, value in flags.items() if value not in (None, vars(PrepareConfig())[name])]
     command = shlex.join(["pretrain", "prepare", *words, f"--output_path={_ROOT}"])
     translation.prepare = _ROOT, command
-    translation.set(key, f"prepare it first: {command}", **settings)
+    translation.set("dataset_name", f"prepare it first: {command}", data_path=_ROOT, datasets=_dataset_of(text))
 
 
 def _set_validation(translation: Translation) -> None:
     """Set the evaluation data: a fraction, or a split of the dataset."""
     key, text = "validation_split", translation.text("validation_split") or ""
     dataset = translation.text("dataset_name") or ""
-    if {"eval_datasets", "held_out_fraction"} & translation.flags.keys():
-        translation.set(key, "the command line sets the evaluation data")
-    elif {"data_path", "use_dummy_dataset"} & translation.flags.keys():
-        translation.set(key, "1% of the data that the command line names", held_out_fraction=0.01)
-    elif parse_number(text) is not None:
+    if parse_number(text) is not None:
         translation.set(key, held_out_fraction=text)
     elif Path(dataset).suffix and "*" not in dataset:
         translation.set(key, "a file has no splits: 1% of its documents", held_out_fraction=0.01)
@@ -174,7 +164,6 @@ def _dataset_of(text: str) -> str:
     return PrepareConfig(input_path=(text,)).dataset_name or "text"
 
 
-_OF_PREPARE = Row(remark="of pretrain prepare: the command for dataset_name has it")
 _ROWS = {
     **renamed(**_SIZES, vocab_size="vocab_size", d_ff="intermediate_size"),
     "max_seq_len": Row(convert=rows.context),
@@ -198,7 +187,7 @@ _ROWS = {
     "world_size": Row("global_batch_size"),
     "use_deepspeed": Row(remark="FSDP does what deepspeed_config asks for"),
     "deepspeed_config": Row(remark="read, too"),
-    **dict.fromkeys(("dataset_config", "dataset_split", "text_column", "preprocessing_num_workers"), _OF_PREPARE),
+    **dict.fromkeys(_OF_PREPARE, Row(remark="of pretrain prepare: the command for dataset_name has it")),
     **renamed(dataset_name="data_path", validation_split="eval_datasets", max_length="seq_length"),
     "min_length": Row("min_length", remark="in tokens"),
     **renamed(pack_sequences="packing", packing_strategy="packing"),

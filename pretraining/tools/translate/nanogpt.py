@@ -64,11 +64,6 @@ def _set_data(translation: Translation) -> None:
         return
     folder = Path("data", name)
     train, validation = folder / "train.bin", folder / "val.bin"
-    if name.endswith("_char") or is_file(folder / "meta.pkl"):  # a pickle, which is never opened
-        problem = "its tokens are characters, and none ends a document: make token files with pretrain prepare "
-        remedy = f"--input_path={folder}/input.txt --output_path=data/prepared"
-        translation.refuse("dataset", problem + remedy, "data_path", "use_dummy_dataset")
-        return
     vocabulary = translation.number("vocab_size", "vocab_size")
     translation.set(
         "dataset",

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretraining.config.assignments import Assignment, Reader, setting_named
-from pretraining.config.fields import sections_of, settings_of
+from pretraining.config.fields import settings_of
 from pretraining.config.read import read_values, recipe_names
 from pretraining.config.recipe_files import RECIPE_SUFFIXES, find_recipe, read_recipe
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import did_you_mean, format_value
+from pretraining.config.values import format_value
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists
 from pretraining.tools.command_settings import TranslateConfig
@@ -83,9 +83,8 @@ def translate_and_log(root: type, given: Sequence[Assignment]) -> list[Assignmen
 def translate_all(given: Sequence[Assignment], kind: str | None = None) -> Translated:
     """Translate the recipes and words of other systems.
 
-    A file takes words of its system, too. Dotted or positional words that are left and unknown may be settings of
-    composed configs. A default of another system applies only if no recipe of this project stands before its file or
-    words.
+    A file takes words of its system, too. Dotted or positional words that are left may be settings of composed configs.
+    A default of another system applies only if no recipe of this project stands before its file or words.
 
     Args:
         kind: system of the recipes; None = detected from their keys.
@@ -117,7 +116,7 @@ def translate_all(given: Sequence[Assignment], kind: str | None = None) -> Trans
         words = [word for word in words if word.name not in read.used]
     if accepts and not translations:
         problems.append(f"--{accepts[0]} is for recipes of other systems, and none is given")
-    if problems := problems or [*_unknown_words(words, translations)]:
+    if problems:
         raise ConfigError(problems)
     return Translated([*defaults, *recipes, *typed, *words], translations, defaults)
 
@@ -144,12 +143,7 @@ def _read_recipe(
         ConfigError: every problem of the file.
     """
     path = find_recipe(name, (*RECIPE_SUFFIXES, _PYTHON))
-    try:
-        values = read_settings(path)
-    except ConfigError:
-        if kind is None and path.suffix != _PYTHON:
-            return read_recipe(name)  # which may be empty, or names its problem
-        raise
+    values = read_settings(path)
     kind = kind or _kind_of_file(values, name)
     if kind is None:
         return read_recipe(name)
@@ -164,46 +158,23 @@ def _kind_of_file(values: Mapping[str, str | None], name: str) -> str | None:
     """Return the system that a file is of; None for a recipe of this project.
 
     A YAML or JSON file is another system's by at least two keys that only this system has, if it has no key that only
-    this project has.
+    this project has; a Python file by one key.
 
     Raises:
-        ConfigError: the file may be of several systems, is Python of none, or is a recipe with another system's key.
+        ConfigError: the file may be of several systems, or is Python of none.
     """
     if "defaults" in values:
         return "composed"
-    signs = [kinds[0] for key in values if setting_named(key) is None and len(kinds := _owners_of(key)) == 1]
+    owners = {key: [kind for kind, system in SYSTEMS.items() if system.name_of(key) in system.rows] for key in values}
+    signs = [kinds[0] for key, kinds in owners.items() if len(kinds) == 1 and setting_named(key) is None]
     is_python = name.endswith(_PYTHON)
-    is_ours = any(setting_named(key) and not _owners_of(key) for key in values) and not is_python
-    kinds = [kind for kind in SYSTEMS if not is_ours and signs.count(kind) >= (1 if is_python else 2)]
-    if len(kinds) == 1:
-        return kinds[0]
-    choice = f"pretrain translate {shlex.quote(name)} --from={{}} --output_path=mine.yaml; then train with that recipe"
-    if kinds:
-        raise ConfigError(f"{name} may be {' or '.join(kinds)}. Choose: {choice.format(kinds[0])}")
-    if is_python:
-        known = [f"  {kind}: {system.title}" for kind, system in SYSTEMS.items()]
-        raise ConfigError("\n".join([f"{name} belongs to no known system. Known are:", *known]))
-    theirs = [key for key in values if setting_named(key) is None and _owners_of(key)]
-    if theirs:
-        kind = _owners_of(theirs[0])[0]
-        more = "" if is_ours else f"; or, if the file is another system's: {choice.format(kind)}"
-        raise ConfigError([f"{name}: {key} is not known: {_our_name_for(key, values[key])}{more}" for key in theirs])
-    return None
-
-
-def _owners_of(key: str) -> list[str]:
-    """Return the systems that have a key."""
-    return [kind for kind, system in SYSTEMS.items() if system.name_of(key) in system.rows]
-
-
-def _our_name_for(key: str, text: str | None) -> str:
-    """Return what to write instead of another system's key in a recipe of this project."""
-    system = SYSTEMS[_owners_of(key)[0]]
-    translation = Translation(system, "", {system.name_of(key): Given(key, text, "a recipe")}, {}, (ACCEPT_LLAMA,))
-    translation.translate_keys()
-    note = translation.notes[system.name_of(key)]
-    made = " ".join(f"{name}={text}" for name, text in note.settings.items())
-    return made or ": ".join(filter(None, ["delete it", note.remark.partition(";")[0]]))
+    if not is_python and any(setting_named(key) and not owners[key] for key in values):
+        return None
+    kinds = [kind for kind in SYSTEMS if signs.count(kind) >= (1 if is_python else 2)]
+    if len(kinds) == 1 or not (kinds or is_python):
+        return kinds[0] if kinds else None
+    choice = f"pretrain translate {shlex.quote(name)} --from=KIND --output_path=mine.yaml; then train with that recipe"
+    raise ConfigError(f"{name} may be of {' or '.join(kinds or SYSTEMS)}. Choose: {choice}")
 
 
 # Words
@@ -218,16 +189,6 @@ def _translate_words(words: Sequence[Assignment], accepts: Sequence[str]) -> Tra
     named = [word for word in words if "." in word.name or not word.flag.startswith("-") or setting_named(word.name)]
     translation = _translate(composed.SYSTEM, composed.WORDS, [], _texts_of(named), accepts, set())
     return translation if translation.used else []
-
-
-def _unknown_words(words: Sequence[Assignment], translations: Sequence[Translation]) -> Iterator[str]:
-    """Yield a problem per dotted word that may have meant a key of another system."""
-    known = [key for system in (composed.SYSTEM, *(read.system for read in translations)) for key in system.rows]
-    for word in words:
-        is_ours = word.section_and_name[0] in ("", *sections_of(TrainConfig)) or setting_named(word.name)
-        hint = "" if is_ours else did_you_mean(word.name, [key for key in known if "." in key], "did you mean {}?")
-        if hint:
-            yield f"{word.flag} is not known: {hint}"
 
 
 def _translate(

@@ -40,7 +40,6 @@ def test_without_a_global_batch_size_it_is_the_product(batch_size: int, steps: i
 @pytest.mark.parametrize(
     ("batch", "count", "plan"),
     [
-        (BatchConfig(batch_size=3), 4, BatchSizes(12, 3, 1, 4)),
         (BatchConfig(batch_size=2, global_batch_size=64), 8, BatchSizes(64, 2, 4, 8)),
         # Three micro-batches of 4 would compute 12 sequences for a share of 9; three of 3 need no padding.
         (BatchConfig(batch_size=4, global_batch_size=9), 1, BatchSizes(9, 3, 3, 1)),

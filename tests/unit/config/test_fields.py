@@ -43,10 +43,10 @@ def test_a_setting_knows_its_section_and_default() -> None:
     assert sections_of(Mixed) == {"size": Size, "batch": BatchConfig}
 
 
-def test_a_field_or_its_section_declares_a_silent_change() -> None:
+def test_a_field_or_its_section_declares_a_silent_change_and_paths_do_so_by_name() -> None:
     assert {name for name, known in settings_of(Mixed).items() if known.silent_change} == {"width", "heights"}
     settings = settings_of(TrainConfig)
-    assert settings["num_workers"].silent_change and not settings["seq_length"].silent_change
+    assert settings["index_path"].silent_change and not settings["seq_length"].silent_change
 
 
 def test_building_keeps_the_defaults_of_the_root() -> None:

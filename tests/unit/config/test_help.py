@@ -44,9 +44,9 @@ def test_an_unknown_group_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("topic", "beginning"),
     [
-        ("--warmup-steps", "of schedule:\n  --warmup_steps=DURATION "),
-        ("schedule.warmup_steps", "of schedule:\n  --warmup_steps=DURATION "),
-        ("eos_token", "of data:\n  --sep_token=N"),  # its alias
+        ("--warmup-steps", "of schedule: The learning rate over the run.\n  --warmup_steps=DURATION "),
+        ("schedule.warmup_steps", "of schedule: The learning rate over the run.\n  --warmup_steps=DURATION "),
+        ("eos_token", "of data: Token sources, and how documents become samples.\n  --sep_token=N"),  # its alias
         ("optimizer", "optimizer: "),
     ],
 )

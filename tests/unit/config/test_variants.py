@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from pretraining.config.training import ModelConfig
-from pretraining.config.variants import VARIANTS, RopeScaling, name_of_model, resolve_shape
+from pretraining.config.variants import VARIANTS, RopeScaling, name_of_model, resolve_shape, size_problems
 from pretraining.errors import ConfigError
 from pretraining.estimate.costs import parameter_count
 
@@ -78,7 +81,7 @@ STRETCHED = RopeScaling(32.0, 1.0, 4.0, 8192)
         (ModelConfig(model_variant="qwen3_0.6b", hidden_size=512), {"head_dim": 128, "qk_norm": "head"}),
         (ModelConfig(rope_scaling=("linear:4",)), {"rope_scaling": RopeScaling(4, 1, 4, 1, "linear")}),
         (ModelConfig(rope_scaling=("linear:1",)), {"rope_scaling": None}),
-        (ModelConfig(attention_bias=True, sliding_window=0), {"attention_bias": "true", "sliding_window": None}),  # type: ignore[arg-type]
+        (ModelConfig(sliding_window=0), {"sliding_window": None}),
     ],
 )
 def test_dimensions_that_are_not_given_are_the_variants_or_derived(
@@ -86,6 +89,12 @@ def test_dimensions_that_are_not_given_are_the_variants_or_derived(
 ) -> None:
     shape = resolve_shape(model)
     assert {name: getattr(shape, name) for name in values} == values
+
+
+SCALINGS = """
+    8 0.5,1,4,8e3 8,4,4,8e3 8,0,4,8e3 8,1,4,0.5 inf,1,4,8e3 linear:0.5 linear:4,8192 linear:4,truncate=false yarn:4
+    yarn:4,8192,mscale=1 yarn:4,8192,beta_fast=1 yarn:nan,8192 dynamic:4
+"""
 
 
 @pytest.mark.parametrize(
@@ -97,31 +106,32 @@ def test_dimensions_that_are_not_given_are_the_variants_or_derived(
             ["4096 / num_attention_heads=30 = 136.53", "30 / num_key_value_heads=7 = 4.29"],
         ),
         (ModelConfig(model_variant="tiny", hidden_size=36), ["head_dim=9 must be even"]),
-        *(
-            (ModelConfig(rope_scaling=scaling), ["--rope_scaling="])
-            for scaling in (
-                ("8",),
-                ("0.5", "1", "4", "8e3"),
-                ("8", "4", "4", "8e3"),
-                ("8", "0", "4", "8e3"),
-                ("8", "1", "4", "0.5"),
-                ("inf", "1", "4", "8e3"),
-                ("linear:0.5",),
-                ("linear:4", "8192"),
-                ("linear:4", "truncate=false"),
-                ("yarn:4",),
-                ("yarn:4", "8192", "mscale=1"),
-                ("yarn:4", "8192", "beta_fast=1"),
-                ("yarn:nan", "8192"),
-                ("dynamic:4",),
-            )
-        ),
+        *((ModelConfig(rope_scaling=tuple(scaling.split(","))), ["--rope_scaling="]) for scaling in SCALINGS.split()),
     ],
 )
 def test_an_impossible_model_is_refused_with_the_arithmetic(model: ModelConfig, problems: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         resolve_shape(model)
     assert len(error.value.problems) == len(problems) and all(part in str(error.value) for part in problems)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"vocab_size": None}, "vocab_size=None: a value is needed"),
+        ({"logits_scaling": 0.0}, "logits_scaling=0.0: it must be above 0"),
+        ({"qk_norm": "x" * 10**6}, "qk_norm='xxx"),
+        ({"block": "my_blocks"}, "block='my_blocks' is not of the form"),
+        ({"rope_scaling": replace(STRETCHED, factor=10**400)}, "factor=10000"),
+        ({"sliding_window": None, "attention_multiplier": None, "block": "a.b:C", "rope_scaling": STRETCHED}, None),
+    ],
+)
+def test_an_untrusted_shape_is_checked_by_the_limits_of_the_settings(
+    changed: dict[str, Any], problem: str | None
+) -> None:
+    problems = list(size_problems(replace(VARIANTS["tiny"], **changed)))
+    assert len(problems) == (problem is not None) and "".join(problems).startswith(problem or "")
+    assert len("".join(problems)) < 1000
 
 
 @pytest.mark.parametrize(

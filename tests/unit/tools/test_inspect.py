@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from unit.data.token_files import loader, make_root, opened, plan, rows, write_documents
 
-from pretraining.config.rules import check_config
+from pretraining.config.read import check_config
 from pretraining.config.training import BatchConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.tokenizer import train_tokenizer

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import SHAPES, config_of, manifest_of, tensors_of, write_sharded
 
 from pretraining.api import load_model
+from pretraining.config.read import check_config
 from pretraining.config.recipe_files import dump_config
-from pretraining.config.rules import check_config
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError
