@@ -77,14 +77,6 @@ def column_type_of(split: HubSplit, column: str) -> pa.DataType:
     return next((rows.type for rows in _columns(split, _open_split(split), column, 1)), pa.null())
 
 
-def first_rows_of(split: HubSplit) -> pa.RecordBatch | None:
-    """Return some first rows of a split; None if it is empty."""
-    opened = _open_split(split)
-    with _errors_named(split, "it cannot be read"):
-        table = next(iter(opened.with_format("arrow").iter(batch_size=ROWS_AT_ONCE)), None)
-    return None if table is None else next(iter(table.combine_chunks().to_batches()), None)
-
-
 def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -> Iterator[Document]:
     """Yield the documents of shards (streamed) or rows (saved to disk) of a split, `size` bytes on disk.
 

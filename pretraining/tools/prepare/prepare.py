@@ -48,7 +48,7 @@ from pretraining.tools.prepare.records import (
     read_summary,
     times_of,
 )
-from pretraining.tools.prepare.units import Input, Unit, find_input, warn_of_masks
+from pretraining.tools.prepare.units import Input, Unit, find_input
 from pretraining.tools.prepare.vocabulary import find_tokenizer, trained_tokenizer
 
 log = logging.getLogger(__name__)
@@ -94,8 +94,6 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
         if finished is None:
             if rank == 0:
                 warn_of_copies(found.files)
-                if found.token_type is not None:
-                    warn_of_masks(found)
             try:
                 return _Job(config, found, tokenizer, work, rank, size).run(_cores_of_this_process(layout))
             except PretrainError as error:

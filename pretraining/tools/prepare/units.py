@@ -18,28 +18,18 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pretraining.data.storage.doubts import MASKS, describe_masks
 from pretraining.errors import DataError
 from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare.documents import Document, even_cuts
 from pretraining.tools.prepare.formats import format_of
-from pretraining.tools.prepare.hub import (
-    HubSplit,
-    column_type_of,
-    first_rows_of,
-    local_files,
-    read_shards,
-    shards_of,
-)
+from pretraining.tools.prepare.hub import HubSplit, column_type_of, local_files, read_shards, shards_of
 from pretraining.tools.prepare.inputs import Selection, fingerprint, list_files, standard_library_files
 from pretraining.tools.prepare.packed_files import InputFile
-from pretraining.tools.prepare.tables import ARROW, PARQUET, column_type, first_rows, holds_chats, token_type
+from pretraining.tools.prepare.tables import ARROW, PARQUET, column_type, holds_chats, token_type
 
 log = logging.getLogger(__name__)
 
 _JSON_OF_CHAT = re.compile(r'\s*\[\s*\{\s*"(role|content|from|value)"\s*:')
-_MOST_LOOKED_AT = 16
-"""Tables whose first rows are looked at."""
 _LEAVE_OUT = "To leave out what cannot be read, give --bad_records=skip"
 Render = Callable[[Document], Document]
 """Makes text of a chat."""
@@ -170,19 +160,6 @@ def find_input(config: PrepareConfig) -> Input:
         problem = f"--special_tokens={config.special_tokens}: --text_field={column} holds {held}. Drop the flag"
         raise DataError(problem)
     return Input(tuple(cut_units(parts)), size, tokens, settings, files, is_chat)
-
-
-def warn_of_masks(found: Input) -> None:
-    """Log a warning if a column beside token ids masks some of them, in the first rows of a few tables."""
-    column = found.settings["text_field"]
-    sources = dict.fromkeys(part.source for part in found.parts)
-    tables = [source for source in sources if isinstance(source, HubSplit) or source.format in (PARQUET, ARROW)]
-    for table in tables[:_MOST_LOOKED_AT]:
-        rows = first_rows_of(table) if isinstance(table, HubSplit) else first_rows(table, {column, *MASKS})
-        masks = None if rows is None else describe_masks([rows], column)
-        if masks is not None:
-            log.warning("%s: %s", table.path, masks)
-            return
 
 
 def _begins_with_chat(parts: list[Part], config: PrepareConfig) -> bool:
