@@ -31,13 +31,8 @@ from pretraining.errors import ConfigError, DataError
 from pretraining.text import parse_bytes
 
 
-def build_indices(
-    listing: Sequence[DatasetFiles], config: DataConfig, workers: int | None = None
-) -> tuple[DatasetFiles, ...]:
+def build_indices(listing: Sequence[DatasetFiles], config: DataConfig) -> tuple[DatasetFiles, ...]:
     """Build missing indices and, for packed datasets, missing bin counts. Several processes may call it at once.
-
-    Args:
-        workers: maximum number of indexing threads.
 
     Returns:
         The listing with the content of each dataset, by which other processes find the same indices.
@@ -47,7 +42,7 @@ def build_indices(
     """
     indexed = []
     for files in listing:
-        index = build_index(files, config, workers)
+        index = build_index(files, config)
         if config.packing != "stream":
             build_bin_counts(files, index, config)
         indexed.append(replace(files, content=index.content))

@@ -184,13 +184,11 @@ def restored_mixture(state: Mapping[str, Any]) -> Mixture:
 
 def _check_numbers(phases: Sequence[Phase], others: Iterable[int]) -> None:
     """Refuse numbers that no run writes, before computing with them."""
-    numbers = [*others, *(number for phase in phases for number in (phase.first_step, phase.first_sample))]
-    sizes = [size for phase in phases for size in (phase.global_batch_size, phase.seq_length)]
-    sizes += [weight for phase in phases for weight in phase.weights.values()]
-    if not all(type(number) is int for number in (*numbers, *sizes)):
-        raise TypeError("a number is not an integer")
-    if min(numbers) < 0 or min(sizes) < 1 or max(*numbers, *sizes) > _LARGEST_NUMBER:
-        raise ValueError("a number is too small or too large")
+    sizes = [size for phase in phases for size in (phase.global_batch_size, phase.seq_length, *phase.weights.values())]
+    places = [number for phase in phases for number in (phase.first_step, phase.first_sample)]
+    for number in (*others, *places, *sizes):
+        if type(number) is not int or not 0 <= number <= _LARGEST_NUMBER or min(sizes) < 1:
+            raise ValueError(f"{number!r} is no number of a run")
     if max(sum(phase.weights.values()) for phase in phases) > _LARGEST_TOTAL:
         raise ValueError("weights are too large")
 

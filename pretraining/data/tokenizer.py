@@ -76,7 +76,6 @@ class Tokenizer:
         files: contents of its other files, by name.
         path: tokenizer.json that was read; None for a tokenizer that was trained.
         end_of_text: id of the token that ends a document.
-        vocab_size: largest id plus one, the rows that an embedding needs.
         pad_token: id of the padding token.
     """
 
@@ -84,10 +83,14 @@ class Tokenizer:
     definition: bytes
     config: bytes
     end_of_text: int | None
-    vocab_size: int
     pad_token: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     path: Location | None = None
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Largest id plus one, the rows that an embedding needs; not the number of entries, since ids may have gaps."""
+        return max(self._ids().values(), default=-1) + 1
 
     def fits(self, rows: int) -> bool:
         """Return whether a model with this many rows can have been trained with this tokenizer.
@@ -112,7 +115,7 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Return the token ids of several texts, encoded on all cores (see `library_threads`), as `encode` does."""
         # How the library treats special tokens is an attribute of an instance.
-        library = _parse(self.definition, special_tokens=True)[0] if special_tokens else self.library
+        library = _parse(self.definition, special_tokens=True) if special_tokens else self.library
         with _panics_as_errors():
             return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=around)]
 
@@ -310,7 +313,7 @@ def load_tokenizer(path: str | Location) -> Tokenizer:
         file = file / TOKENIZER_FILE
     try:
         definition = read_file(file)
-        library, vocab_size = _parse(definition, special_tokens=False)
+        library = _parse(definition, special_tokens=False)
     except Exception as error:  # the library raises bare Exception
         raise DataError(
             lfs_pointer_hint(file)
@@ -322,7 +325,8 @@ def load_tokenizer(path: str | Location) -> Tokenizer:
     files = _read_files(file.parent)
     config = _object_in(files.pop(TOKENIZER_CONFIG_FILE, b"{}"), file.parent / TOKENIZER_CONFIG_FILE)
     named = _named_tokens(config, _object_in(files.get(SPECIAL_TOKENS_FILE, b"{}"), file.parent / SPECIAL_TOKENS_FILE))
-    name = named.get("eos_token") or next(iter(_usual_ends(library)), None)
+    special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
+    name = named.get("eos_token") or next((usual for usual in _USUAL_END_OF_TEXT if usual in special), None)
     if name is not None and library.token_to_id(name) is None:
         raise DataError(
             f"eos_token {name!r} is not in the vocabulary of {file.name}: the files belong to different tokenizers. "
@@ -330,8 +334,7 @@ def load_tokenizer(path: str | Location) -> Tokenizer:
             path=file.parent,
         )
     padding = library.token_to_id(named["pad_token"]) if "pad_token" in named else None
-    tokenizer = _make_tokenizer(library, vocab_size, definition, config, name)
-    return replace(tokenizer, pad_token=padding, files=files, path=file)
+    return replace(_make_tokenizer(library, definition, config, name), pad_token=padding, files=files, path=file)
 
 
 def _read_files(folder: Location) -> dict[str, bytes]:
@@ -339,10 +342,10 @@ def _read_files(folder: Location) -> dict[str, bytes]:
     templates, names = folder / _TEMPLATE_FOLDER, [TOKENIZER_CONFIG_FILE, *_KEPT_FILES]
     if is_folder(templates):
         check_inside(folder, _TEMPLATE_FOLDER, DataError)
-        found = sorted(entry.name for entry in entries_of(templates) if entry.name.endswith(".jinja"))
-        if len(found) > _MOST_TEMPLATES:
+        named = sorted(entry.name for entry in entries_of(templates) if entry.name.endswith(".jinja"))
+        if len(named) > _MOST_TEMPLATES:
             raise DataError(f"has more than {_MOST_TEMPLATES} chat templates: remove some", path=templates)
-        names += [f"{_TEMPLATE_FOLDER}/{name}" for name in found]
+        names += [f"{_TEMPLATE_FOLDER}/{name}" for name in named]
     contents = {}
     for name in names:
         if not is_file(folder / name):
@@ -358,14 +361,9 @@ def _read_files(folder: Location) -> dict[str, bytes]:
     return contents
 
 
-def _usual_ends(library: tokenizers.Tokenizer) -> list[str]:
-    special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
-    return [usual for usual in _USUAL_END_OF_TEXT if usual in special]
-
-
 @functools.lru_cache(maxsize=2)
-def _parse(definition: bytes, *, special_tokens: bool) -> tuple[tokenizers.Tokenizer, int]:
-    """Return the library's tokenizer and its `vocab_size`; cached, because commands load it several times.
+def _parse(definition: bytes, *, special_tokens: bool) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer; cached, because commands load it several times.
 
     Args:
         special_tokens: whether names of special tokens in a text become their ids.
@@ -376,12 +374,7 @@ def _parse(definition: bytes, *, special_tokens: bool) -> tuple[tokenizers.Token
     library.no_padding()
     if isinstance(library.model, models.BPE):
         library.model.dropout = None
-    return library, _vocab_size(library)
-
-
-def _vocab_size(library: tokenizers.Tokenizer) -> int:
-    """Return the largest id plus one, not the number of entries: ids may have gaps."""
-    return max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return library
 
 
 def load_fitting_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer:
@@ -415,7 +408,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     library.train_from_iterator(iter(texts), trainer)
     library.encode_special_tokens = True
-    return _make_tokenizer(library, _vocab_size(library), library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
+    return _make_tokenizer(library, library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
 
 
 @contextmanager
@@ -444,20 +437,15 @@ def library_threads(enabled: bool) -> Iterator[None]:
 
 
 def _make_tokenizer(
-    library: tokenizers.Tokenizer, vocab_size: int, definition: bytes, config: dict[str, Any], end_of_text: str | None
+    library: tokenizers.Tokenizer, definition: bytes, config: dict[str, Any], end_of_text: str | None
 ) -> Tokenizer:
     """Complete the config."""
     if "tokenizer_class" not in config:
         config = {**config, "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if end_of_text is not None and "eos_token" not in config:
         config = {**config, "eos_token": end_of_text}
-    return Tokenizer(
-        library=library,
-        definition=definition,
-        config=_as_json(config),
-        end_of_text=None if end_of_text is None else library.token_to_id(end_of_text),
-        vocab_size=vocab_size,
-    )
+    number = None if end_of_text is None else library.token_to_id(end_of_text)
+    return Tokenizer(library, definition, _as_json(config), end_of_text=number)
 
 
 def _as_json(document: dict[str, Any]) -> bytes:

@@ -175,7 +175,6 @@ _ALGORITHMS: dict[Packing, Callable[[np.ndarray, int], np.ndarray]] = {
     "first_fit": _first_fit,
     "best_fit": _best_fit_decreasing,
 }
-PACKINGS = tuple(_ALGORITHMS)
 
 
 BinCache = RecentlyUsed[tuple[PackedBlock, np.ndarray]]

@@ -16,7 +16,7 @@ import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,8 @@ def recorded_tokenizer_of(dataset: Location) -> dict[str, Any]:
 
 def prepared_folders(root: Location) -> list[Location]:
     """Return the sub-folders of a root that have a prepare.json, sorted by name."""
-    if isinstance(root, StorePath):
-        folders = [each for each in root.iterdir() if not each.name.startswith(".")]
-        return [each for each in sorted(folders, key=lambda each: each.name) if is_file(each / MANIFEST_FILE)]
-    return [path.parent for path in sorted(Path(str(root)).glob(f"[!.]*/{MANIFEST_FILE}"))]
+    names = _sub_folders(root) if is_folder(root) else []
+    return [root / name for name in names if is_file(root / name / MANIFEST_FILE)]
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int], rewritten: Collection[str] = ()) -> str:
@@ -182,7 +180,32 @@ def _dataset(root: Location, name: str, scan: _Scan, formats: Formats, config: D
             name,
             list_some(scan.repeated, 3),
         )
-    return _listing(place, name, scan, kind, formats)
+    row = formats[kind]
+    suffixes = tuple(filter(None, (row.suffix, _companion(row))))
+    paths = tuple(sorted(path for path in scan.files if path.endswith(suffixes)))
+    if kind == "arrow_stream":
+        paths = _without_unlisted(place, paths, scan.saved)
+    sizes = tuple(scan.files[path][0] for path in paths)
+    times = tuple(scan.files[path][1] for path in paths)
+    digest = hashlib.blake2b(digest_size=16)
+    for path, size in zip(paths, sizes, strict=True):
+        digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
+    alone = is_file(place)
+    folder = place.parent if alone else place
+    query = folder.query if isinstance(folder, StorePath) else ""
+    return DatasetFiles(
+        name, str(folder), paths, sizes, digest.hexdigest(), kind, alone, times, ending=row.ending, query=query
+    )
+
+
+def _without_unlisted(place: Location, paths: tuple[str, ...], saved: Collection[str]) -> tuple[str, ...]:
+    """Return the files that are not in a folder of `save_to_disk`, or that its state.json lists."""
+    listed = {prefix: saved_files(place / prefix) for prefix in saved}
+    split = ((path, path.rpartition("/")[0], path.rpartition("/")[2]) for path in paths)
+    left_out = {path for path, prefix, file in split if prefix in listed and file not in listed[prefix]}
+    if left_out:
+        log.info("%s: no %s names %s, which is left out", place, STATE_FILE, list_some(sorted(left_out), 3))
+    return tuple(path for path in paths if path not in left_out)
 
 
 def _kind_of(place: Location, name: str, paths: Collection[str], formats: Formats, config: DataConfig) -> str:
@@ -205,28 +228,6 @@ def _kind_of(place: Location, name: str, paths: Collection[str], formats: Format
 def _companion(row: type[TokenFormat]) -> str:
     """Return the end of names of files that belong to the token files of a format; empty without any."""
     return getattr(row, "companion", "")
-
-
-def _listing(place: Location, name: str, scan: _Scan, kind: str, formats: Formats) -> DatasetFiles:
-    suffixes = tuple(filter(None, (formats[kind].suffix, _companion(formats[kind]))))
-    paths = tuple(sorted(path for path in scan.files if path.endswith(suffixes)))
-    if kind == "arrow_stream":
-        saved = {prefix: saved_files(place / prefix) for prefix in scan.saved}
-        split = ((path, path.rpartition("/")[0], path.rpartition("/")[2]) for path in paths)
-        left_out = {path for path, prefix, file in split if prefix in saved and file not in saved[prefix]}
-        if left_out:
-            log.info("%s: no %s names %s, which is left out", place, STATE_FILE, list_some(sorted(left_out), 3))
-        paths = tuple(path for path in paths if path not in left_out)
-    sizes = tuple(scan.files[path][0] for path in paths)
-    times = tuple(scan.files[path][1] for path in paths)
-    digest = hashlib.blake2b(digest_size=16)
-    for path, size in zip(paths, sizes, strict=True):
-        digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
-    alone = is_file(place)
-    folder = place.parent if alone else place
-    query = folder.query if isinstance(folder, StorePath) else ""
-    listed = DatasetFiles(name, str(folder), paths, sizes, digest.hexdigest(), kind, alone, times)
-    return replace(listed, ending=formats[kind].ending, query=query)
 
 
 def saved_files(folder: Location) -> set[str]:

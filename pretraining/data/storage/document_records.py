@@ -110,14 +110,6 @@ def read_record(
         return None
 
 
-def unrecorded_bytes(files: DatasetFiles) -> int:
-    """Return the size of the objects without a record beside them, which are read whole; 0 for files on a disk."""
-    if not isinstance(files.root, StorePath):
-        return 0
-    there = files.root.files()
-    return sum(size for path, size in zip(files.paths, files.sizes, strict=True) if record_name(path) not in there)
-
-
 def _layout(size: int, gaps: np.ndarray, lengths: np.ndarray, firsts: np.ndarray, lasts: np.ndarray) -> DocumentLayout:
     """Return the layout in a record; raise a ValueError if it is impossible."""
     width, filled = firsts.dtype.itemsize, np.flatnonzero(lengths)
