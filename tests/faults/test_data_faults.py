@@ -94,12 +94,6 @@ def test_a_negative_token_stops_training_inspect_and_verify(
         assert ending.value.code == 1 and said.search(shown.out + shown.err)
 
 
-def test_a_file_truncated_while_a_run_reads_it_is_named(data: Path, tmp_path: Path) -> None:
-    flags = [*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={tmp_path / 'run'}"]
-    ended = train(flags, (0, "cut_at_step", 3, str(part(data, 1))), status=1)
-    assert any("part-1.arrow" in process.output and "sample " in process.output for process in ended)
-
-
 def test_with_quarantine_the_run_continues_without_the_labels(data: Path, tmp_path: Path) -> None:
     beyond_vocabulary(data)
     run = tmp_path / "run"

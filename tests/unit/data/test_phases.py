@@ -207,22 +207,6 @@ def test_a_phase_repeated_after_a_rollback_keeps_its_place_and_skips_used_sample
             made.load_state_dict(after | {"phases": [after["phases"][0], after["phases"][1] | damage]})
 
 
-def test_samples_that_are_skipped_ahead_of_a_new_phase_stay_skipped() -> None:
-    """Also if the flag is repeated, and if their dataset is away for a while."""
-    flags = [(30, 36)]
-    ahead = numbers_loader({"a": 1, "b": 1}, 4, skip=flags)
-    _, state = go_on([ahead], None, 6)
-    only_a = numbers_loader({"a": 1}, 4, skip=flags)
-    batches, away = go_on([only_a], state, 2)
-    assert len(only_a.changes_at_resume) == 1 and "weights" in only_a.changes_at_resume[0]
-    assert sorted(number for batch in batches for _, number in batch) == [12, 13, 14, 18, 19, 20, 21, 22]
-    assert away["skipped"] == {"a": [[15, 18]], "b": [[15, 18]]} and away["skip_samples"] == [[30, 36]]
-    back = numbers_loader({"a": 1, "b": 3}, 4, skip=flags)
-    batches, after = go_on([back], away, 2)
-    assert sorted(number for batch in batches for name, number in batch if name == ord("b")) == [12, 13, 14, 18, 19, 20]
-    assert after["skipped"] == away["skipped"]
-
-
 def test_words_that_were_converted_do_nothing_at_a_later_start_and_others_count_from_then() -> None:
     """Numbers have moved: after 8 to 11 were skipped, sample 8 is the one that was sample 12."""
     _, state = go_on([numbers_loader({"a": 1}, 4, skip=[(8, 12)])], None, 2)
