@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any
 
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
@@ -27,7 +26,7 @@ from pretraining.data.storage.content import time_of_change
 from pretraining.data.storage.token_format import TokenFormat, format_class
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
-from pretraining.files import Location, entries_of, exists, is_address, is_file, is_folder, read_json, read_object
+from pretraining.files import Location, entries_of, exists, is_address, is_file, is_folder, read_json
 from pretraining.object_store import REQUESTS, StorePath, location
 from pretraining.text import list_some
 
@@ -125,12 +124,6 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
             path=root,
         )
     return tuple(_dataset(root, name, found[name], formats, config) for name in sorted(found))
-
-
-def recorded_tokenizer_of(dataset: Location) -> dict[str, Any]:
-    """Return what prepare.json says of the tokenizer that encoded a dataset; empty without it."""
-    tokenizer = read_object(dataset / MANIFEST_FILE).get("tokenizer")
-    return tokenizer if isinstance(tokenizer, dict) else {}
 
 
 def prepared_folders(root: Location) -> list[Location]:
