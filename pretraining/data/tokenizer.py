@@ -130,14 +130,15 @@ class Tokenizer:
         """
         if self.sha256 == other.sha256:
             return None
-        kinds = [type(each.library.model).__name__ for each in (self, other)]
+        kinds = [type(tokenizer.library.model).__name__ for tokenizer in (self, other)]
         if kinds[0] != kinds[1]:
             return f"one is a {kinds[0]}, the other a {kinds[1]}"
         added = self.added_tokens | other.added_tokens
-        ours, theirs = ({token: n for token, n in each._ids().items() if token not in added} for each in (self, other))
+        vocabularies = (self._ids(), other._ids())
+        ours, theirs = ({token: n for token, n in ids.items() if token not in added} for ids in vocabularies)
         fewer, more = (ours, theirs) if len(ours) <= len(theirs) else (theirs, ours)
         if wrong := sorted(number for token, number in fewer.items() if more.get(token) != number):
-            tokens = " and ".join(repr(each.library.id_to_token(wrong[0])) for each in (self, other))
+            tokens = " and ".join(repr(tokenizer.library.id_to_token(wrong[0])) for tokenizer in (self, other))
             return f"{count_of(len(wrong), 'token')} differ, the first is {wrong[0]}: {tokens}"
         merges = sorted((self._merges(), other._merges()), key=len)
         if merges[0] != merges[1][: None if len(fewer) == len(more) else len(merges[0])]:
@@ -205,14 +206,14 @@ class Tokenizer:
     def begin_of_text(self) -> int | None:
         """Id of the special token that this tokenizer puts before a text; None if there is none."""
         with_special = self.library.encode(self._sample, add_special_tokens=True).ids
-        own = self.encode(self._sample)
-        return with_special[0] if own and with_special[0] != own[0] else None
+        without = self.encode(self._sample)
+        return with_special[0] if without and with_special[0] != without[0] else None
 
     @property
     def special_tokens(self) -> dict[str, str]:
         """Texts of the special tokens with a name, such as bos_token, as transformers knows them."""
-        config, own = json.loads(self.config), parse_json(self.files.get(SPECIAL_TOKENS_FILE, b"{}"))
-        return _named_tokens(config, own)
+        special_tokens = parse_json(self.files.get(SPECIAL_TOKENS_FILE, b"{}"))
+        return _named_tokens(json.loads(self.config), special_tokens)
 
     @property
     def special_names(self) -> list[str]:
@@ -233,7 +234,7 @@ class Tokenizer:
         is_of_bytes = '"ByteLevel"' in json.dumps([document.get("normalizer"), document.get("pre_tokenizer")])
         is_of_parts = document["model"].get("type", "BPE") in ("BPE", "Unigram")
         needed = pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
-        has_all = all(self.library.token_to_id(each) is not None for each in needed)
+        has_all = all(self.library.token_to_id(token) is not None for token in needed)
         return has_all and is_of_parts and (is_of_bytes or bool(document["model"].get("byte_fallback")))
 
     def drops(self, character: str) -> bool:
@@ -253,10 +254,10 @@ class Tokenizer:
             for name, content in self.files.items()
             if name == _TEMPLATE_FILE or name.startswith(_TEMPLATE_FOLDER)
         }
-        found = named or json.loads(self.config).get("chat_template")
-        if isinstance(found, list):
-            found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        template = found.get("default") if isinstance(found, dict) else found
+        templates = named or json.loads(self.config).get("chat_template")
+        if isinstance(templates, list):
+            templates = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
+        template = templates.get("default") if isinstance(templates, dict) else templates
         return template if isinstance(template, str) else None
 
     @property
@@ -278,9 +279,9 @@ class Tokenizer:
         settings, files = {**json.loads(self.config), "model_max_length": context}, dict(self.files)
         if pad_token not in (None, self.pad_token):
             settings["pad_token"] = self.library.id_to_token(pad_token)
-            own = parse_json(files.get(SPECIAL_TOKENS_FILE, b"{}"))
-            if "pad_token" in own:
-                files[SPECIAL_TOKENS_FILE] = _as_json({**own, "pad_token": settings["pad_token"]})
+            special_tokens = parse_json(files.get(SPECIAL_TOKENS_FILE, b"{}"))
+            if "pad_token" in special_tokens:
+                files[SPECIAL_TOKENS_FILE] = _as_json({**special_tokens, "pad_token": settings["pad_token"]})
         definition = self.definition_without_dropout
         return replace(self, definition=definition, config=_as_json(settings), pad_token=pad_token, files=files)
 
@@ -455,21 +456,21 @@ def _as_json(document: dict[str, Any]) -> bytes:
 def _object_in(content: bytes, path: Location) -> dict[str, Any]:
     """Return the JSON object in the content of a file."""
     try:
-        found = parse_json(content)
-        if not isinstance(found, dict):
+        document = parse_json(content)
+        if not isinstance(document, dict):
             raise ValueError("it has no object")
     except ValueError as error:
         problem = lfs_pointer_hint(path) or f"is not valid JSON ({error}): fix or remove the file"
         raise DataError(problem, path=path) from error
-    return found
+    return document
 
 
 def _named_tokens(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens by name; special_tokens_map.json counts less if the config lists its added tokens."""
     both = (special_tokens, config) if "added_tokens_decoder" in config else (config, special_tokens)
-    found = {}
-    for name, token in [entry for each in both for entry in each.items()]:
+    named = {}
+    for name, token in [entry for tokens in both for entry in tokens.items()]:
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+            named[name] = text
+    return named

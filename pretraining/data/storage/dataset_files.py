@@ -112,18 +112,18 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
             raise DataError(f"--datasets names '{name}', which does not exist; {root} has {there}", path=root / name)
     companions = tuple(filter(None, map(_companion, formats.values())))
     scanned = {name: _scan(root / name, suffixes, companions) for name in names or _sub_folders(root)}
-    found = {name: scan for name, scan in scanned.items() if any(path.endswith(suffixes) for path in scan.files)}
+    scans = {name: scan for name, scan in scanned.items() if any(path.endswith(suffixes) for path in scan.files)}
     for name in names:
-        if name not in found:
+        if name not in scans:
             place = root / name
             raise DataError(f"dataset '{name}' has no {patterns} files. {_how_to_prepare(place)}", path=place)
-    if not found:
+    if not scans:
         raise DataError(
             f"no sub-folder has {patterns} files. For this folder itself, give --data_path={root.parent} "
             f"--datasets={root.name}. {_how_to_prepare(root)}",
             path=root,
         )
-    return tuple(_dataset(root, name, found[name], formats, config) for name in sorted(found))
+    return tuple(_dataset(root, name, scans[name], formats, config) for name in sorted(scans))
 
 
 def prepared_folders(root: Location) -> list[Location]:
@@ -232,7 +232,7 @@ def saved_files(folder: Location) -> set[str]:
     state = folder / STATE_FILE
     try:
         document = read_json(state)
-        named = {str(each["filename"]) for each in document["_data_files"]}
+        named = {str(entry["filename"]) for entry in document["_data_files"]}
         selects = document.get("_indices_data_files") or document.get("_indices_files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -270,39 +270,39 @@ def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ..
     Args:
         companions: suffixes of files that belong to another file.
     """
-    found, kept = _Scan(), (*suffixes, *companions)
+    scan, kept = _Scan(), (*suffixes, *companions)
     if is_file(folder):
         beside = [folder.with_suffix(suffix) for suffix in companions]
         paths = [folder, *beside] if folder.name.endswith(suffixes) else []
         for path in filter(is_file, paths):
-            found.files[path.name] = _size_and_time(path)
-        return found
+            scan.files[path.name] = _size_and_time(path)
+        return scan
     if isinstance(folder, StorePath):
         return _scan_store(folder, kept)
     assert isinstance(folder, Path)
     try:
-        for prefix, _, entries in walk_folders(folder, found.repeated):
+        for prefix, _, entries in walk_folders(folder, scan.repeated):
             for entry in entries:
                 if entry.name.endswith(kept):
                     # Follows links, so that a broken link is an error, not a missing file.
                     status = entry.stat()
-                    found.files[prefix + entry.name] = status.st_size, time_of_change(status)
+                    scan.files[prefix + entry.name] = status.st_size, time_of_change(status)
                 elif entry.name == STATE_FILE:
-                    found.saved.append(prefix.rstrip("/"))
+                    scan.saved.append(prefix.rstrip("/"))
     except OSError as error:
         raise DataError(f"cannot be listed: {error.strerror}", path=error.filename or folder) from error
-    return found
+    return scan
 
 
 def _scan_store(folder: StorePath, suffixes: tuple[str, ...]) -> _Scan:
     """Find the files with these suffixes below a folder of a store, and ask for the tag of each."""
-    found, sizes = _Scan(), folder.files()
+    scan, sizes = _Scan(), folder.files()
     visible = [name for name in sorted(sizes) if not any(part.startswith(".") for part in name.split("/"))]
     names = [name for name in visible if name.endswith(suffixes)]
     for name, tag in zip(names, map_in_order(lambda name: (folder / name).tag(), names, REQUESTS), strict=True):
-        found.files[name] = sizes[name], tag
-    found.saved += [name.rpartition("/")[0] for name in visible if name.rpartition("/")[2] == STATE_FILE]
-    return found
+        scan.files[name] = sizes[name], tag
+    scan.saved += [name.rpartition("/")[0] for name in visible if name.rpartition("/")[2] == STATE_FILE]
+    return scan
 
 
 def _size_and_time(path: Location) -> tuple[int, int]:

@@ -104,8 +104,8 @@ def read_record(
         if np.isin((firsts, lasts), strip_tokens).any():
             return None
         layout = _layout(size, gaps, lengths.astype(np.int64), firsts, lasts)
-        found = content_record(place, 0, size, layout)
-        return (layout, found) if found == header["content"] else None
+        record = content_record(place, 0, size, layout)
+        return (layout, record) if record == header["content"] else None
     except (OSError, ValueError, KeyError, IndexError, TypeError, zlib.error):
         return None
 
@@ -141,14 +141,14 @@ def local_copy(files: DatasetFiles, number: int, folder: str | None = None) -> I
         return
     stem, partners = files.paths[number].rpartition(".")[0], list[int]()
     if f"{stem}.idx" in files.paths:
-        partners = [each for each, path in enumerate(files.paths) if path.rpartition(".")[0] == stem]
+        partners = [other for other, path in enumerate(files.paths) if path.rpartition(".")[0] == stem]
     root = Path(folder or gettempdir())
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _copies, TemporaryDirectory(prefix="pretrain-", dir=root, ignore_cleanup_errors=True) as copies:
-            for each in {number, *partners}:
+            for part in {number, *partners}:
                 # The tokens of a pair are not read with its index, so that a file of their size is enough.
-                _copy(files, each, Path(copies), is_empty=each != number and not files.paths[each].endswith(".idx"))
+                _copy(files, part, Path(copies), is_empty=part != number and not files.paths[part].endswith(".idx"))
             try:
                 yield f"{copies}/{files.paths[number]}"
             except DataError as error:

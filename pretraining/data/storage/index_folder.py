@@ -96,8 +96,8 @@ def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:
 
 def _files_by_age(files: DatasetFiles, config: DataConfig, pattern: str) -> list[Path]:
     """Return the index files with names of a pattern, the newest first."""
-    found = (path for folder in index_folders(files, config) for path in folder.glob(pattern))
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    paths = (path for folder in index_folders(files, config) for path in folder.glob(pattern))
+    return sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def open_any_index(path: Path) -> Index | None:

@@ -160,16 +160,16 @@ class ChunkCache:
         with self._lock:
             coming = self._coming.get(key)
             if coming is None:
-                own = self._coming[key] = Future[_MemoryChunk | _DiskChunk]()
+                future = self._coming[key] = Future[_MemoryChunk | _DiskChunk]()
         if coming is not None:
             return coming.result()
         try:
-            own.set_result(self._in_folder(file, number) or self._keep(file, number, file.fetch(number)))
+            future.set_result(self._in_folder(file, number) or self._keep(file, number, file.fetch(number)))
         except BaseException as error:
-            own.set_exception(error)
+            future.set_exception(error)
         finally:
             del self._coming[key]
-        return own.result()
+        return future.result()
 
     # The folder
 
@@ -240,15 +240,15 @@ def chunk_cache(folder: str | None, limit_bytes: int, processes: int) -> ChunkCa
 
 def _remove_oldest(folder: Path, most_bytes: int) -> int:
     """Remove the least recently used files of a cache folder; return the bytes that are left."""
-    found, now = [], time.time()
+    chunks, now = [], time.time()
     for path in folder.glob(f"??/*{_SUFFIX}"):
         with suppress(FileNotFoundError):  # removed by another process
             status = path.stat()
             is_left = path.name.startswith(".") and now - status.st_mtime > _STALE_SECONDS  # by a killed process
             if is_left or not path.name.startswith("."):
-                found.append((0.0 if is_left else status.st_mtime, status.st_size, path))
-    left = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+                chunks.append((0.0 if is_left else status.st_mtime, status.st_size, path))
+    left = sum(size for _, size, _ in chunks)
+    for _, size, path in sorted(chunks):
         if left <= most_bytes:
             break
         path.unlink(missing_ok=True)

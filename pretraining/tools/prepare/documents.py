@@ -200,8 +200,8 @@ def _value_at(record: dict[str, Any], field: str) -> Any:
     if not rest or head not in record:
         return record
     inner = record[head]
-    found = _value_at(inner, rest) if isinstance(inner, dict) else inner
-    return None if inner is None else record if found is inner else found
+    value = _value_at(inner, rest) if isinstance(inner, dict) else inner
+    return None if inner is None else record if value is inner else value
 
 
 def is_chat(value: Any) -> bool:

@@ -138,14 +138,14 @@ def _data_files(split: HubSplit) -> list[tuple[str, int]]:
     import fsspec
 
     folder = Path(split.path).expanduser()
-    found = []
+    files = []
     with _errors_named(split, "its files cannot be listed"):
         builder = datasets.load_dataset_builder(_place(split), split.config)
         for url in (builder.config.data_files or {}).get(split.split, ()):
             system, path = fsspec.core.url_to_fs(url)
             name = Path(url).relative_to(folder.absolute()).as_posix() if is_folder(folder) else url
-            found.append((name, int(system.size(path) or 0)))
-    return found
+            files.append((name, int(system.size(path) or 0)))
+    return files
 
 
 def _place(split: HubSplit) -> str:

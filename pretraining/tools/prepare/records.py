@@ -112,8 +112,8 @@ class Encoding:
 
     def key(self, unit: Unit) -> str:
         """Return a hash of everything that the unit's token files depend on."""
-        own = asdict(replace(self, skip_bad=False))
-        text = json.dumps([_RECORD_FORMAT, own, [(part.name, part.size) for part in unit.parts]])
+        settings = asdict(replace(self, skip_bad=False))
+        text = json.dumps([_RECORD_FORMAT, settings, [(part.name, part.size) for part in unit.parts]])
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -217,7 +217,7 @@ def manifest(
 ) -> str:
     """Return the content of prepare.json; `tokenizer` is None for token ids of an unknown tokenizer."""
     counts = sum((record.counts for record in records), PrepareCounts())
-    contents = [each for record in records for each in record.contents]
+    contents = [content for record in records for content in record.contents]
     content = {
         "format_version": FORMAT_VERSION,
         "settings": dict(settings),
@@ -255,8 +255,8 @@ def read_summary(folder: Location) -> PrepareSummary:
         tokenizer = dict(content["tokenizer"])
         values = {**content, **tokenizer, "tokenizer": tokenizer["sha256"], "files": files}
         values |= {"folder": Path(str(folder)), "settings": dict(content["settings"]), "input_bytes": 0}
-        summary = PrepareSummary(**{each.name: values[each.name] for each in fields(PrepareSummary)})
-        counts = [getattr(summary, each.name) for each in fields(PrepareCounts)]
+        summary = PrepareSummary(**{item.name: values[item.name] for item in fields(PrepareSummary)})
+        counts = [getattr(summary, item.name) for item in fields(PrepareCounts)]
         numbers = [*counts, summary.vocab_size, *(file.bytes for file in files)]
         if {*map(type, numbers)} != {int} or not all(isinstance(token_file.name, str) for token_file in files):
             raise ValueError("a value has a wrong type")
@@ -353,7 +353,7 @@ def check_input(folder: Path, digest: str, parts: Sequence[Part]) -> None:
     now = contents_now(parts, noted)
     if digest_of_records(record for _, record in now) != digest:
         pairs = zip(parts, noted, now, strict=True)
-        changed = sorted({part.source_name for part, (_, before), (_, found) in pairs if before != found})
+        changed = sorted({part.source_name for part, (_, before), (_, after) in pairs if before != after})
         problem = f"it was prepared from other text (changed in content: {list_some(changed, 12)})"
         raise DataError(f"{problem}. {remedy_for(folder)}", path=folder)
     if now != noted:

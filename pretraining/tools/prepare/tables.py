@@ -145,7 +145,7 @@ def _parse_json(value: Any, kind: pa.DataType) -> Any:
     if value is not None and _is_json(kind):
         return json.loads(value)
     if value is not None and _is_list(kind):
-        return [_parse_json(each, kind.value_type) for each in value]
+        return [_parse_json(item, kind.value_type) for item in value]
     if value is not None and pa.types.is_struct(kind):
         return {field.name: _parse_json(value[field.name], field.type) for field in kind}
     return value

@@ -130,7 +130,7 @@ def find_input(config: PrepareConfig) -> Input:
         split = HubSplit(config.hf_dataset, config.hf_config, config.hf_split)
         ranges, recognised_by = shards_of(split, UNIT_BYTES)
         raw = _shares(local_files(split), len(ranges))
-        parts = [Part(split, *bounds, recognised_by, own) for bounds, own in zip(ranges, raw, strict=True)]
+        parts = [Part(split, *bounds, recognised_by, share) for bounds, share in zip(ranges, raw, strict=True)]
         count, has_fields = len(parts), True
         kind = column_type_of(split, column)
         tokens, is_chat = token_type(kind, column, str(split)), holds_chats(kind)
@@ -236,15 +236,15 @@ def _parts_of(file: InputFile) -> list[Part]:
     if ranges is not None and file.size > UNIT_BYTES and file.compression is None:
         bounds = ranges(file, UNIT_BYTES)
     raw = even_cuts(file.size, len(bounds))
-    return [Part(file, *each, raw=(RawRange(file.path, *cut),)) for each, cut in zip(bounds, raw, strict=True)]
+    return [Part(file, *part, raw=(RawRange(file.path, *cut),)) for part, cut in zip(bounds, raw, strict=True)]
 
 
 def _shares(files: list[Path], count: int) -> list[tuple[RawRange, ...]]:
     """Divide whole files among `count` parts, in order."""
     shares: list[tuple[RawRange, ...]] = [()] * count
     numbered = ((number * count // len(files), path) for number, path in enumerate(files))
-    for share, own in groupby(numbered, key=lambda each: each[0]):
-        shares[share] = tuple(RawRange(path, 0, path.stat().st_size) for _, path in own)
+    for share, group in groupby(numbered, key=lambda pair: pair[0]):
+        shares[share] = tuple(RawRange(path, 0, path.stat().st_size) for _, path in group)
     return shares
 
 
