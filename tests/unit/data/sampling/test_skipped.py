@@ -51,30 +51,6 @@ def numbers_of(made: Loader, step: int) -> list[tuple[int, int]]:
     return sorted(zip(datasets.tolist(), numbers.tolist(), strict=True))
 
 
-def test_a_range_given_at_a_resume_is_logged_skipped_and_saved(config: DataConfig) -> None:
-    with loader(config, plan(8)) as plain, loader(config, plan(8)) as begun:
-        _, state = go_on([begun], None, 2)
-        asked = replace(config, skip_samples=("24-31", "33"))
-        with loader(asked, plan(8)) as skipping:
-            skipping.load_state_dict(state)
-            assert skipping.changes_at_resume == ("skipped: samples 24-31, 33-33",)
-            taken, middle = go_on([skipping], None, 4)
-            expected, _ = go_on([plain], None, 9)
-            assert taken[0] == expected[2]
-            gone = set(plain.reader.mixture.assign_step(3)[0].tolist()) | {33}
-            assert gone == {*range(24, 32), 33}
-            left_out = {*numbers_of(plain, 3), pair_of(plain, 33)}
-            used = [pair for step in range(2, 6) for pair in numbers_of(skipping, step)]
-            assert not left_out & {*used} and {
-                pair for step in (2, 4) for pair in numbers_of(plain, step)
-            } - left_out < {*used}
-        with loader(config, plan(8)) as later, loader(asked, plan(8)) as again:  # with the flag or without it
-            first, last = go_on([later], middle, 3)
-            assert (first, last) == go_on([again], middle, 3)
-            assert last["skip_samples"] == [[24, 32], [33, 34]] and again.changes_at_resume == ()
-            assert sum(end - begin for ranges in last["skipped"].values() for begin, end in ranges) == 9
-
-
 def pair_of(made: Loader, sample: int) -> tuple[int, int]:
     """Return dataset and number of a sample."""
     samples, datasets, numbers = made.reader.mixture.assign_step(made.reader.mixture.step_of_sample(sample))
