@@ -259,27 +259,21 @@ def test_steps_before_a_change_are_what_they_were() -> None:
     assert sorted(without.reader.slots(6).samples.tolist()) == [30, 31, 32, 33]
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> DataConfig:
-    root = make_root(tmp_path / "data", web=100, code=60)
-    return DataConfig(data_path=str(root), seq_length=16, sep_token=999, logical_shards=4, num_workers=0)
-
-
-def test_a_dataset_that_comes_back_with_other_files_is_refused(config: DataConfig) -> None:
-    _, state = go_on([loader(config, plan(8))], None, 3)
-    only_web = replace(config, datasets=("web",))
+def test_a_dataset_that_comes_back_with_other_files_is_refused(small: DataConfig) -> None:
+    _, state = go_on([loader(small, plan(8))], None, 3)
+    only_web = replace(small, datasets=("web",))
     _, state = go_on([loader(only_web, plan(8))], state, 3)
     assert state["counts"]["code"] != [[16, 0]] and state["datasets"].keys() == {"code", "web"}
-    make_root(Path(config.data_path or "") / "code", more=20)
+    make_root(Path(small.data_path or "") / "code", more=20)
     go_on([loader(only_web, plan(8))], state, 1)  # a removed dataset may change
     with pytest.raises(DataError, match="dataset 'code'"):
-        loader(config, plan(8)).load_state_dict(state)
+        loader(small, plan(8)).load_state_dict(state)
 
 
-def test_a_weight_of_zero_equals_removing_the_dataset(config: DataConfig) -> None:
-    _, state = go_on([loader(config, plan(8))], None, 3)
+def test_a_weight_of_zero_equals_removing_the_dataset(small: DataConfig) -> None:
+    _, state = go_on([loader(small, plan(8))], None, 3)
     removed, zero = (
-        loader(replace(config, **changes), plan(8))
+        loader(replace(small, **changes), plan(8))
         for changes in ({"datasets": ("web",)}, {"datasets": ("web", "code"), "weights": (1.0, 0.0)})
     )
     assert go_on([removed], state, 2) == go_on([zero], state, 2)
