@@ -1,4 +1,4 @@
-"""Settings that a new run takes from prepare.json beside its data: the ends of documents, and the tokenizer.
+"""Settings that a new run takes from the prepare.json of its data: the ends of documents, and the tokenizer.
 
     prepare.json of each dataset -> `prepared_token`
     tokenizers of data, weights and --tokenizer_path -> `choose_tokenizer`: one of them; an error if their ids differ
@@ -126,7 +126,7 @@ def choose_tokenizer(
 
 
 def _compare(known: Sequence[KnownTokenizer]) -> Iterator[tuple[KnownTokenizer, str]]:
-    """Yield tokenizers whose ids differ from those of the first one, and how."""
+    """Yield each tokenizer whose ids differ from the ids of the first one, with the difference."""
     by_hash = {tokenizer.sha256: tokenizer for tokenizer in reversed(known)}  # several may name one tokenizer
     different = [tokenizer for tokenizer in known if by_hash[tokenizer.sha256] is tokenizer]
     for first, other in ((different[0], other) for other in different[1:]):

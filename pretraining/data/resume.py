@@ -86,7 +86,7 @@ class RunOrder:
         return {**self.order, "next_sample": self.mixture.first_sample(step), "counts": counts}
 
     def skip(self, numbers: Mapping[str, Iterable[Range]], line: str | None = None) -> RunOrder:
-        """Skip samples from the next step on by their numbers within datasets, also within those of a later phase.
+        """Skip samples from the next step on by their numbers within datasets, also within datasets of a later phase.
 
         Args:
             line: says what is skipped; None = the numbers do.

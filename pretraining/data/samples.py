@@ -49,7 +49,7 @@ class Samples:
         read: (spans, target, rows) writes samples into these rows of `target`, [batch rows, S + 1], padded with zeros.
             It raises a DataError if a file is unreadable or has a token outside the vocabulary.
         pass_samples: number of samples of the first pass.
-        changes: how the files differ from those that were indexed before; empty if unknown.
+        changes: how the files differ from the files of the previous index; empty if unknown.
         fetches: spans -> what makes the parts of them in an object store ready; None for data on a disk.
     """
 

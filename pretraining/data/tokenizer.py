@@ -59,12 +59,12 @@ _KEPT_FILES = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model"),
     *("vocab.json", "vocab.txt", "merges.txt"),
 )
-"""Files beside tokenizer.json and tokenizer_config.json that transformers reads for some class of tokenizers."""
+"""Other files than tokenizer.json and tokenizer_config.json that transformers reads for a class of tokenizers."""
 TOKENIZER_FILES = ("tokenizer*.json", *_KEPT_FILES, f"{_TEMPLATE_FOLDER}/*.jinja")
 """Files of a tokenizer to download from the Hub."""
 _LARGEST_FILE_BYTES, _LARGEST_TEMPLATE_BYTES, _MOST_TEMPLATES = 2**26, 2**20, 64
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-"""Names of the end-of-text token to try if no file beside tokenizer.json names it."""
+"""Names of the end-of-text token to try if no file names the token."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Tokenizer:
         return self.library.decode(list(ids), skip_special_tokens=False)
 
     def difference(self, other: Tokenizer) -> str | None:
-        """Return how the ids of two tokenizers differ; None if one vocabulary has those of the other, and maybe more.
+        """Return how the ids of two tokenizers differ; None if they are equal, or one vocabulary extends the other.
 
         How a file writes a vocabulary does not count, nor do added tokens, padding and truncation.
         """
@@ -229,7 +229,7 @@ class Tokenizer:
 
     @property
     def encodes_all(self) -> bool:
-        """Whether any text has tokens: those of its bytes, if no others."""
+        """Whether the tokenizer encodes any text, if needed byte by byte."""
         document = json.loads(self.definition)
         is_of_bytes = '"ByteLevel"' in json.dumps([document.get("normalizer"), document.get("pre_tokenizer")])
         is_of_parts = document["model"].get("type", "BPE") in ("BPE", "Unigram")
@@ -339,7 +339,7 @@ def load_tokenizer(path: str | Location) -> Tokenizer:
 
 
 def _read_files(folder: Location) -> dict[str, bytes]:
-    """Return the contents of the files beside a tokenizer.json, by name."""
+    """Return the contents of the other files in the folder of a tokenizer.json, by name."""
     templates, names = folder / _TEMPLATE_FOLDER, [TOKENIZER_CONFIG_FILE, *_KEPT_FILES]
     if is_folder(templates):
         check_inside(folder, _TEMPLATE_FOLDER, DataError)

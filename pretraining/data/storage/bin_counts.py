@@ -1,4 +1,4 @@
-"""The bin counts of a packed dataset: bins per block, counted once and stored beside the index.
+"""The bin counts of a packed dataset: bins per block, counted once and stored with the index.
 
     index, S, packing --pack_block--> bins before each block, for both splits --atomic write--> mapped
 

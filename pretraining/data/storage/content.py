@@ -1,4 +1,4 @@
-"""The record of a file's content, which tells files of equal names and sizes apart.
+"""The record of a file's content, which distinguishes files of equal names and sizes.
 
     up to 1 MiB  -->  a checksum of all bytes
     larger       -->  a checksum of 32 parts and, if the file is being indexed, of the borders of its documents

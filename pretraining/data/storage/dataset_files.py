@@ -147,7 +147,7 @@ def describe_changes(before: dict[str, int], after: dict[str, int], rewritten: C
 
 
 def index_folders(files: DatasetFiles, config: DataConfig) -> list[Path]:
-    """Return possible folders of an index, in order: in `index_path` or, without one, beside the data or in a cache."""
+    """Return possible folders of an index, in order: in `index_path` or, without one, with the data or in a cache."""
     if config.index_path is not None:
         return [Path(config.index_path).expanduser().absolute() / files.name]
     root, folders, cache = files.root, list[Path](), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -219,7 +219,7 @@ def _kind_of(place: Location, name: str, paths: Collection[str], formats: Format
 
 
 def _companion(row: type[TokenFormat]) -> str:
-    """Return the end of names of files that belong to the token files of a format; empty without any."""
+    """Return the suffix of the files that belong to the token files of a format; empty if there are none."""
     return getattr(row, "companion", "")
 
 
@@ -272,8 +272,8 @@ def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ..
     """
     scan, kept = _Scan(), (*suffixes, *companions)
     if is_file(folder):
-        beside = [folder.with_suffix(suffix) for suffix in companions]
-        paths = [folder, *beside] if folder.name.endswith(suffixes) else []
+        partners = [folder.with_suffix(suffix) for suffix in companions]
+        paths = [folder, *partners] if folder.name.endswith(suffixes) else []
         for path in filter(is_file, paths):
             scan.files[path.name] = _size_and_time(path)
         return scan

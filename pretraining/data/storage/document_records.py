@@ -1,6 +1,6 @@
 """The documents of token files in an object store, found without reading the tokens of each.
 
-    prepare:  finished file --`write_record`--> .<name>.documents beside it: places, lengths, first and last tokens
+    prepare:  finished file --`write_record`--> .<name>.documents in its folder: places, lengths, first and last tokens
     index:    that record, if it fits the object  -->  DocumentLayout      some ranges of the object are read
               without one, the whole object       -->  `local_copy`        a file on a local disk, for any format
 
@@ -89,7 +89,7 @@ def read_record(
 
     Args:
         size: of the object.
-        strip_tokens: if a document begins or ends with them, the result is None, too: where it ends is not recorded.
+        strip_tokens: if a document begins or ends with one, the result is None: the stripped end is not recorded.
     """
     try:
         line, _, packed = (place.parent / record_name(place.name)).open("rb").read().partition(b"\n")
@@ -128,7 +128,7 @@ def _layout(size: int, gaps: np.ndarray, lengths: np.ndarray, firsts: np.ndarray
 def local_copy(files: DatasetFiles, number: int, folder: str | None = None) -> Iterator[str]:
     """Provide the path of a token file on a disk: its own, or that of a copy of an object, which is removed at the end.
 
-    A copy of one file of a Megatron pair has the other file beside it. Errors about the copy name the object.
+    The folder of the copy also has the other file of a Megatron pair. Errors about the copy name the object.
 
     Args:
         folder: for copies; None = that of the system for temporary files.

@@ -1,10 +1,10 @@
-"""The index files of a dataset: which one is of the files as they are now, and how a new one is built.
+"""The index files of a dataset: the choice of the one that matches the files, and the building of a new one.
 
     listing, settings --> names of possible indices --times of change, else records of content--> the valid index
     files --TokenFormat.documents, on threads--> documents --in order--> temporary file --block totals, header--> rename
 
-A listing has an index file per content of its files. The times of change that were seen with a content are noted beside
-its index, so that the files are read again only after a change. One process of a job decides, and broadcasts the
+A listing has an index file per content of its files. A second file notes the times of change that were seen with a
+content, so that the files are read again only after a change. One process of a job decides, and broadcasts the
 content in its listing.
 
 Several processes may build the same index at once: each writes an equal temporary file, and the first one stays.
@@ -120,7 +120,7 @@ def read_as(files: DatasetFiles, config: DataConfig) -> str:
 
 
 def changes_since(files: DatasetFiles, config: DataConfig, records: Sequence[int]) -> str:
-    """Return how the files, with these records of content, differ from those of the newest index; empty without one."""
+    """Return how the files, with these records of content, differ from the newest index; empty if there is none."""
     indices = map(open_any_index, _files_by_age(files, config, f"{index_digest(files, config)}-*.index"))
     older = next(filter(None, indices), None)
     if older is None:

@@ -7,9 +7,9 @@ A chunk ends where a block of documents ends, or after 4 MiB. Training reads doc
 of the block after it for long, so nothing is fetched that is not needed soon. Threads of the `Prefetcher` fetch the
 chunks of the next steps; a reader that needs a chunk which is being fetched waits for it.
 
-The processes of a node share the cache folder, also those of several runs. A file of `chunks/` in it is a chunk with
-its CRC-32; it is named after the object's place and tag, the chunk's range, and appears complete. The least recently
-used ones go when the folder is full; other files stay.
+All processes of a node share the cache folder, also processes of several runs. A file in its folder `chunks/` is a
+chunk with its CRC-32. The name has the object's place and tag, and the chunk's range. A file appears complete. When the
+folder is full, the least recently used chunks are removed; other files stay.
 
 After each read from the store, the object must still have the tag that it had when it was listed. So bytes of another
 version are never used.
@@ -318,7 +318,7 @@ class StoreFile:
 
 
 class ChunkCuts:
-    """The ends of a dataset's chunks: those of its blocks of documents and of its files, and every 4 MiB.
+    """The ends of a dataset's chunks: the ends of its blocks of documents and of its files, and every 4 MiB.
 
     Args:
         sizes: [files], bytes.

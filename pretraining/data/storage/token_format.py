@@ -145,7 +145,7 @@ def likely_dtype(content: np.ndarray) -> str | None:
 
 
 def _is_upper(upper: int, lower: int) -> bool:
-    """Return whether the largest words in two places are those of the upper and the lower half of a token."""
+    """Return whether the largest words in two places are the upper and the lower halves of tokens."""
     return upper <= _LARGEST_HIGH_WORD and lower > 4 * upper
 
 

@@ -257,7 +257,7 @@ def _describe(value: Any) -> str:
 
 
 def _remedy(value: Any, text_field: str) -> str:
-    """Return the way on from a JSON value that is no text."""
+    """Return what to do with a JSON value that is no text."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys():
         role = '{human: "user", gpt: "assistant"}[.from] // .from'
         return f"jq makes a chat of it: jq -c '.[{json.dumps(text_field)}] |= map({{role: ({role}), content: .value}})'"

@@ -11,8 +11,8 @@ A done file is written when all token files of its unit are on disk. After an in
 units that have no done file. The file `prepare.json` holds no times and no paths: the same input gives the same file.
 
 Just before a part of the input is encoded, its content is recorded in the done file of its unit. The file prepare.json
-has a digest of all records, and .inputs.json beside it the records, and the times of change that were seen with them: a
-part with another time is read again.
+has a digest of all records. The hidden file .inputs.json has the records, and the times of change that were seen with
+them: a later call reads only the parts with another time.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ class PrepareCounts:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Everything besides the input that the tokens of a unit depend on.
+    """Everything except the input that the tokens of a unit depend on.
 
     Attributes:
         largest_vocabulary: upper bound of ids.
         tokenizer: hash of the tokenizer; None if the input holds token ids of an unknown tokenizer.
         encoder: None if the input holds token ids. Units of one encoder are not reused for the other.
-        skip_bad: whether to leave out records that cannot be read; tokens of a unit without any do not depend on it.
+        skip_bad: whether to leave out records that cannot be read; a unit without bad records does not depend on it.
         special_tokens: what names of special tokens in texts become.
         chat_template: hash of the chat template; empty for other texts.
         now: time that the chat template writes; empty if it writes none.
@@ -188,7 +188,7 @@ class PrepareSummary(PrepareCounts):
 
     Attributes:
         folder: sub-folder of the root (data_path of training), which holds the tokenizer.
-        settings: everything besides the tokenizer that the content depends on.
+        settings: everything except the tokenizer that the content depends on.
         tokenizer: hash of the tokenizer; None if the input was token ids of an unknown tokenizer.
         vocab_size: upper bound of ids.
         bad_record_names: the first records that cannot be read.
@@ -362,7 +362,7 @@ def check_input(folder: Path, digest: str, parts: Sequence[Part]) -> None:
 
 
 def remedy_for(folder: Location) -> str:
-    """Return the way on if a dataset was made from something else."""
+    """Return what to do if a dataset was made from another input."""
     return f"Choose another --dataset or --output_path, or delete {folder} to prepare it again"
 
 

@@ -101,7 +101,7 @@ class Input:
 
     Attributes:
         token_type: type of the token ids; None if the input is text.
-        settings: everything besides the tokenizer that the dataset depends on, for prepare.json.
+        settings: everything except the tokenizer that the dataset depends on, for prepare.json.
         files: input files; none for a Hugging Face dataset.
         is_chat: whether the input holds chats.
     """
@@ -256,7 +256,7 @@ def _token_type_of(files: list[InputFile], column: str) -> pa.DataType | None:
     widest = None
     for table in (file for file in files if file.format in (PARQUET, ARROW)):
         kind = token_type(column_type(table, column), column, table.path)
-        if kind is None:  # encoding reports text beside token ids
+        if kind is None:  # encoding reports a mix of text and token ids
             break
         widest = kind
         if kind.bit_width > 16:
