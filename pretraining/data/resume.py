@@ -33,25 +33,22 @@ _LARGEST_NUMBER = 1 << 62
 _LARGEST_TOTAL = 1 << 41  # of weights; above any total that `integer_weights` returns
 
 
-def describe_order(
-    sources: Iterable[Samples], phase: Phase, config: DataConfig, seed: int, split: str
-) -> dict[str, Any]:
+def describe_order(sources: Iterable[Samples], phase: Phase, config: DataConfig, seed: int) -> dict[str, Any]:
     """Return everything that determines the order of samples of a new run, as JSON values.
 
     Args:
         phase: first phase.
-        split: "train" or "held_out"; skipped ranges apply to "train" only.
     """
     return {
         "version": STATE_VERSION,
-        "split": split,
+        "split": "train",
         "seed": seed,
         "logical_shards": config.logical_shards,
         **({} if config.use_dummy_dataset else config.values_that_decide("documents", "samples")),
         "datasets": {source.name: dict(source.fingerprint) for source in sources},
         "phases": [asdict(phase)],
         "skipped": {},
-        CONVERTED: [list(words) for words in config.skipped_ranges] if split == "train" else [],
+        CONVERTED: [list(words) for words in config.skipped_ranges],
     }
 
 

@@ -54,7 +54,7 @@ def numbers_loader(
     phase = Phase.first(batch, CONFIG.seq_length, weights)
     reader = BatchReader(sources, Mixture([phase]), plan(batch, ranks), rank, CONFIG, vocab_size=1 << 20)
     words = tuple(f"{begin}-{end - 1}" for begin, end in skip)
-    order = describe_order(sources, phase, replace(CONFIG, skip_samples=words), seed=0, split="train")
+    order = describe_order(sources, phase, replace(CONFIG, skip_samples=words), seed=0)
     return Loader(reader, order)
 
 
