@@ -141,8 +141,8 @@ def _find_documents(batches: Iterator[pa.RecordBatch], content: np.ndarray, colu
             places, capacity = at // column.offset_bytes, size // column.offset_bytes
             _check(capacity < rows + surplus * (rows > 0), "has fewer list offsets than rows")
             _check((at % column.offset_bytes > 0) & (rows > 0), "is not aligned: rewrite it with an Arrow library")
-            numbers: np.ndarray = list_numbers[places[batch] + row_in_batch + shift].astype(np.int64)
-            return numbers
+            per_row: np.ndarray = list_numbers[places[batch] + row_in_batch + shift].astype(np.int64)
+            return per_row
 
         if column.layout == "list":
             begins, ends = numbers_of(offsets_at, offsets_bytes, 1), numbers_of(offsets_at, offsets_bytes, 1, 1)
