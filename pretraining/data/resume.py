@@ -82,12 +82,8 @@ class RunOrder:
         counts = self.mixture.counts_before_step(step)
         return {**self.order, "next_sample": self.mixture.first_sample(step), "counts": counts}
 
-    def skip(self, numbers: Mapping[str, Iterable[Range]], line: str | None = None) -> RunOrder:
-        """Skip samples from the next step on by their numbers within datasets, also within datasets of a later phase.
-
-        Args:
-            line: says what is skipped; None = the numbers do.
-        """
+    def skip(self, numbers: Mapping[str, Iterable[Range]]) -> RunOrder:
+        """Skip samples from the next step on by their numbers within datasets, also of datasets of a later phase."""
         skipped = {name: list(before.ranges) for name, before in self.mixture.skipped.items()}
         positions, lines = self.mixture.positions_before_step(self.step), []
         for name, ranges in sorted(numbers.items()):
@@ -96,8 +92,7 @@ class RunOrder:
             lines += [f"{name} {begin}-{end - 1}" for begin, end in ahead if begin < end]
         mixture = Mixture(self.mixture.phases, skipped)
         as_lists = {name: [list(pair) for pair in after.ranges] for name, after in mixture.skipped.items()}
-        line = line or (f"skipped: samples {list_some(lines, 12)}" if lines else None)
-        changes = self.changes if line is None else (*self.changes, line)
+        changes = (*self.changes, f"skipped: samples {list_some(lines, 12)}") if lines else self.changes
         return RunOrder(self.step, mixture, {**self.order, "skipped": as_lists}, changes)
 
     def _skip_samples(self, ranges: Sequence[Range]) -> RunOrder:
@@ -109,10 +104,7 @@ class RunOrder:
                 f"--skip_samples skips sample {first}, but the run has trained on all samples before {next_sample}: "
                 "resume from an earlier checkpoint (--ckpt_load_path, with another --ckpt_save_path), or leave it out"
             )
-        if not ranges:
-            return self
-        named = ", ".join(f"{begin}-{end - 1}" for begin, end in ranges)
-        return self.skip(self.mixture.numbers(ranges), f"skipped: samples {named}")
+        return self.skip(self.mixture.numbers(ranges))
 
 
 def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> RunOrder:

@@ -186,7 +186,7 @@ def test_a_phase_repeated_after_a_rollback_keeps_its_place_and_skips_used_sample
         made.skip(diverged.reader.mixture.numbers([(24, 40)]))
     (again,) = made.reader.mixture.phases[1:]
     assert (again.first_step, again.first_sample, again.base_counts) == (6, 24, {"a": [[1, 12]], "b": [[1, 12]]})
-    assert made.changes_at_resume[1:] == (f"skipped: samples {'24-39' if by_flag else 'a 12-23, b 12-15'}",)
+    assert made.changes_at_resume[1:] == ("skipped: samples a 12-23, b 12-15",)
     (batch,), after = go_on([made], None, 1)
     assert sorted(batch) == [[ord("a"), number] for number in range(24, 30)] + [[ord("b"), 16], [ord("b"), 17]]
     assert after["skipped"] == {"a": [[12, 24]], "b": [[12, 16]]} and after["next_sample"] == 32
@@ -209,7 +209,7 @@ def test_words_that_were_converted_do_nothing_at_a_later_start_and_others_count_
     _, state = go_on([numbers_loader({"a": 1}, 4, skip=[(8, 12)])], None, 2)
     again = numbers_loader({"a": 1}, 4, skip=[(8, 12), (8, 9), (10, 11)])
     batches, after = go_on([again], state, 1)
-    assert again.changes_at_resume == ("skipped: samples 8-8, 10-10",)
+    assert again.changes_at_resume == ("skipped: samples a 8-12, a 14-14",)
     assert sorted(number for _, number in batches[0]) == [13, 15, 16, 17]
     assert after["skipped"] == {"a": [[8, 13], [14, 15]]} and after["skip_samples"] == [[8, 12], [8, 9], [10, 11]]
     later = numbers_loader({"a": 1}, 4, skip=[(8, 12), (8, 9), (10, 11)])
