@@ -17,14 +17,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
 from pretraining.data.sampling.packing import BinCache, PackedStream, bin_cache, cut_blocks
 from pretraining.data.sampling.sample_order import SampleOrder
-from pretraining.data.sampling.token_stream import (
-    OrderCache,
-    Spans,
-    TokenStream,
-    cut_shards,
-    order_cache,
-    shard_count,
-)
+from pretraining.data.sampling.token_stream import OrderCache, Spans, TokenStream, cut_shards, order_cache, shard_count
 from pretraining.data.storage.bin_counts import BinCounts
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.document_reader import DocumentReader, Fetch, OpenFiles

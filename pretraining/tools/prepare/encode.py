@@ -38,14 +38,7 @@ from pretraining.errors import DataError
 from pretraining.files import output_errors
 from pretraining.tools.prepare.chats import ChatRenderer, Marks
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS, Document, end_of_piece
-from pretraining.tools.prepare.records import (
-    Encoder,
-    Encoding,
-    PrepareCounts,
-    UnitRecord,
-    WorkFolder,
-    read_content,
-)
+from pretraining.tools.prepare.records import Encoder, Encoding, PrepareCounts, UnitRecord, WorkFolder, read_content
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
 from pretraining.tools.prepare.units import Part, Render, Unit, read_part
 

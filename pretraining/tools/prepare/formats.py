@@ -19,13 +19,7 @@ from pathlib import Path
 from pretraining.errors import DataError
 from pretraining.files import LFS_POINTER, LFS_REMEDY
 from pretraining.tools.command_settings import COMPRESSED_ENDINGS
-from pretraining.tools.prepare.documents import (
-    Document,
-    ranges_of_lines,
-    read_json_values,
-    read_lines,
-    read_text,
-)
+from pretraining.tools.prepare.documents import Document, ranges_of_lines, read_json_values, read_lines, read_text
 from pretraining.tools.prepare.packed_files import InputFile, compression_of, open_unpacked
 from pretraining.tools.prepare.tables import ARROW, PARQUET, ranges_of_table, read_table
 
