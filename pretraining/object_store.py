@@ -98,11 +98,6 @@ class Store:
             return file, int.from_bytes(hashlib.blake2b(version, digest_size=8).digest(), "little") >> 1
         return None
 
-    def tag(self, name: str) -> int:
-        """Return the tag of an object's version, as `open` does; 0 if the object does not exist."""
-        opened = self.open(name)
-        return 0 if opened is None else opened[1]
-
     def read_at(self, name: str, file: pyarrow.NativeFile, begin: int, size: int) -> bytes:
         """Return some bytes of an opened object; a StoreError if the answer is shorter."""
         with self._as_store_error(name):
@@ -119,8 +114,8 @@ class Store:
 
     def size(self, name: str) -> int | None:
         """Return the size of an object; None if the object does not exist."""
-        found: int | None = self.info(name).size
-        return found
+        size: int | None = self.info(name).size
+        return size
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Return the size of every object in a folder by its name in it."""
@@ -239,12 +234,6 @@ class StorePath:
     def __truediv__(self, name: str) -> StorePath:
         return StorePath(self._bucket, f"{self.key}/{name}", self.query)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorePath) and self.identity == other.identity
-
-    def __hash__(self) -> int:
-        return hash(self.identity)
-
     @property
     def address(self) -> str:
         """The address with its query."""
@@ -308,7 +297,8 @@ class StorePath:
 
     def tag(self) -> int:
         """Return the tag of the file's version (`Store.open`); 0 if there is none."""
-        return self.ask(lambda store: store.tag(self.key))
+        opened = self.ask(lambda store: store.open(self.key))
+        return 0 if opened is None else opened[1]
 
     def read(self, file: pyarrow.NativeFile, begin: int, size: int) -> bytes:
         """Return some bytes of the opened file."""

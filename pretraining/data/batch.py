@@ -41,7 +41,7 @@ class ModelInputs(NamedTuple):
 
     @property
     def columns_S(self) -> torch.Tensor:
-        """Place of each column in its row: 0 .. S-1, or those of this rank's part."""
+        """Place of each column in its row: 0 .. S-1, or the places of this rank's part."""
         if self.shared_rows is None:
             return torch.arange(self.tokens_BS.size(1), device=self.tokens_BS.device)
         places = torch.arange(self.shared_rows.length, device=self.tokens_BS.device)

@@ -31,13 +31,8 @@ from pretraining.errors import ConfigError, DataError
 from pretraining.text import parse_bytes
 
 
-def build_indices(
-    listing: Sequence[DatasetFiles], config: DataConfig, workers: int | None = None
-) -> tuple[DatasetFiles, ...]:
+def build_indices(listing: Sequence[DatasetFiles], config: DataConfig) -> tuple[DatasetFiles, ...]:
     """Build missing indices and, for packed datasets, missing bin counts. Several processes may call it at once.
-
-    Args:
-        workers: maximum number of indexing threads.
 
     Returns:
         The listing with the content of each dataset, by which other processes find the same indices.
@@ -47,7 +42,7 @@ def build_indices(
     """
     indexed = []
     for files in listing:
-        index = build_index(files, config, workers)
+        index = build_index(files, config)
         if config.packing != "stream":
             build_bin_counts(files, index, config)
         indexed.append(replace(files, content=index.content))
@@ -123,10 +118,9 @@ def build_loader(
     rank: int,
     seed: int,
     vocab_size: int,
-    split: SplitName = "train",
     group: ContextGroup | None = None,
 ) -> Loader:
-    """Make the loader of one data-parallel rank.
+    """Make the loader of one data-parallel rank, for training.
 
     Args:
         opened: None = the dummy dataset.
@@ -137,9 +131,9 @@ def build_loader(
         ConfigError: bos_token or sep_token is not in the vocabulary.
         DataError: a dataset has too few tokens for one sample.
     """
-    sources, weights = _open_sources(opened, config, seed, split, vocab_size)
+    sources, weights = _open_sources(opened, config, seed, "train", vocab_size)
     phase = Phase.first(plan.global_batch_size, config.seq_length, weights)
-    order = describe_order(sources, phase, config, seed, split)
+    order = describe_order(sources, phase, config, seed)
     reader = BatchReader(sources, Mixture([phase]), plan, rank, config, vocab_size, group)
     changes = {source.name: source.changes for source in sources}
     return Loader(reader, order, num_workers=config.num_workers, changes=changes)
@@ -162,7 +156,7 @@ def build_evaluation_loader(
     same for any batch size and number of ranks.
 
     Args:
-        opened, config, plan, rank, seed, vocab_size, split, group: as in `build_loader`.
+        opened, config, plan, rank, seed, vocab_size, group: as in `build_loader`.
         sequences: of all datasets together.
 
     Returns:

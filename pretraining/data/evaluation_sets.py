@@ -1,4 +1,4 @@
-"""Evaluation sets besides the held-out documents: one set per folder or file of `--eval_datasets`.
+"""Evaluation sets of their own files: one set per folder or file of `--eval_datasets`.
 
     --eval_datasets=<folders>  --`find_evaluation_folders`-->  a name and token files for each
 

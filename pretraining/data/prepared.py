@@ -1,4 +1,4 @@
-"""Settings that a new run takes from prepare.json beside its data: the ends of documents, and the tokenizer.
+"""Settings that a new run takes from the prepare.json of its data: the ends of documents, and the tokenizer.
 
     prepare.json of each dataset -> `prepared_token`
     tokenizers of data, weights and --tokenizer_path -> `choose_tokenizer`: one of them; an error if their ids differ
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import MANIFEST_FILE, prepared_folders, recorded_tokenizer_of
+from pretraining.data.storage.dataset_files import MANIFEST_FILE, prepared_folders
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import Location, exists, is_address, is_file, read_json
+from pretraining.files import Location, exists, is_address, is_file, read_json, read_object
 from pretraining.object_store import location, text_of
 from pretraining.text import list_some
 
@@ -126,7 +126,7 @@ def choose_tokenizer(
 
 
 def _compare(known: Sequence[KnownTokenizer]) -> Iterator[tuple[KnownTokenizer, str]]:
-    """Yield tokenizers whose ids differ from those of the first one, and how."""
+    """Yield each tokenizer whose ids differ from the ids of the first one, with the difference."""
     by_hash = {tokenizer.sha256: tokenizer for tokenizer in reversed(known)}  # several may name one tokenizer
     different = [tokenizer for tokenizer in known if by_hash[tokenizer.sha256] is tokenizer]
     for first, other in ((different[0], other) for other in different[1:]):
@@ -142,7 +142,8 @@ def _tokenizers_of_data(config: DataConfig, eval_datasets: Iterable[str]) -> lis
     """Return the tokenizers that encoded the prepared data, by hash, as they are in the roots of the datasets."""
     places_of: dict[str, list[Location]] = {}
     for place in _places(config, eval_datasets):
-        if isinstance(sha256 := recorded_tokenizer_of(place).get("sha256"), str):
+        recorded = read_object(place / MANIFEST_FILE).get("tokenizer")
+        if isinstance(recorded, dict) and isinstance(sha256 := recorded.get("sha256"), str):
             places_of.setdefault(sha256, []).append(place)
     known = []
     for sha256, places in places_of.items():

@@ -33,25 +33,22 @@ _LARGEST_NUMBER = 1 << 62
 _LARGEST_TOTAL = 1 << 41  # of weights; above any total that `integer_weights` returns
 
 
-def describe_order(
-    sources: Iterable[Samples], phase: Phase, config: DataConfig, seed: int, split: str
-) -> dict[str, Any]:
+def describe_order(sources: Iterable[Samples], phase: Phase, config: DataConfig, seed: int) -> dict[str, Any]:
     """Return everything that determines the order of samples of a new run, as JSON values.
 
     Args:
         phase: first phase.
-        split: "train" or "held_out"; skipped ranges apply to "train" only.
     """
     return {
         "version": STATE_VERSION,
-        "split": split,
+        "split": "train",
         "seed": seed,
         "logical_shards": config.logical_shards,
         **({} if config.use_dummy_dataset else config.values_that_decide("documents", "samples")),
         "datasets": {source.name: dict(source.fingerprint) for source in sources},
         "phases": [asdict(phase)],
         "skipped": {},
-        CONVERTED: [list(words) for words in config.skipped_ranges] if split == "train" else [],
+        CONVERTED: [list(words) for words in config.skipped_ranges],
     }
 
 
@@ -85,12 +82,8 @@ class RunOrder:
         counts = self.mixture.counts_before_step(step)
         return {**self.order, "next_sample": self.mixture.first_sample(step), "counts": counts}
 
-    def skip(self, numbers: Mapping[str, Iterable[Range]], line: str | None = None) -> RunOrder:
-        """Skip samples from the next step on by their numbers within datasets, also within those of a later phase.
-
-        Args:
-            line: says what is skipped; None = the numbers do.
-        """
+    def skip(self, numbers: Mapping[str, Iterable[Range]]) -> RunOrder:
+        """Skip samples from the next step on by their numbers within datasets, also of datasets of a later phase."""
         skipped = {name: list(before.ranges) for name, before in self.mixture.skipped.items()}
         positions, lines = self.mixture.positions_before_step(self.step), []
         for name, ranges in sorted(numbers.items()):
@@ -99,8 +92,7 @@ class RunOrder:
             lines += [f"{name} {begin}-{end - 1}" for begin, end in ahead if begin < end]
         mixture = Mixture(self.mixture.phases, skipped)
         as_lists = {name: [list(pair) for pair in after.ranges] for name, after in mixture.skipped.items()}
-        line = line or (f"skipped: samples {list_some(lines, 12)}" if lines else None)
-        changes = self.changes if line is None else (*self.changes, line)
+        changes = (*self.changes, f"skipped: samples {list_some(lines, 12)}") if lines else self.changes
         return RunOrder(self.step, mixture, {**self.order, "skipped": as_lists}, changes)
 
     def _skip_samples(self, ranges: Sequence[Range]) -> RunOrder:
@@ -112,10 +104,7 @@ class RunOrder:
                 f"--skip_samples skips sample {first}, but the run has trained on all samples before {next_sample}: "
                 "resume from an earlier checkpoint (--ckpt_load_path, with another --ckpt_save_path), or leave it out"
             )
-        if not ranges:
-            return self
-        named = ", ".join(f"{begin}-{end - 1}" for begin, end in ranges)
-        return self.skip(self.mixture.numbers(ranges), f"skipped: samples {named}")
+        return self.skip(self.mixture.numbers(ranges))
 
 
 def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> RunOrder:
@@ -184,13 +173,11 @@ def restored_mixture(state: Mapping[str, Any]) -> Mixture:
 
 def _check_numbers(phases: Sequence[Phase], others: Iterable[int]) -> None:
     """Refuse numbers that no run writes, before computing with them."""
-    numbers = [*others, *(number for phase in phases for number in (phase.first_step, phase.first_sample))]
-    sizes = [size for phase in phases for size in (phase.global_batch_size, phase.seq_length)]
-    sizes += [weight for phase in phases for weight in phase.weights.values()]
-    if not all(type(number) is int for number in (*numbers, *sizes)):
-        raise TypeError("a number is not an integer")
-    if min(numbers) < 0 or min(sizes) < 1 or max(*numbers, *sizes) > _LARGEST_NUMBER:
-        raise ValueError("a number is too small or too large")
+    sizes = [size for phase in phases for size in (phase.global_batch_size, phase.seq_length, *phase.weights.values())]
+    places = [number for phase in phases for number in (phase.first_step, phase.first_sample)]
+    for number in (*others, *places, *sizes):
+        if type(number) is not int or not 0 <= number <= _LARGEST_NUMBER or min(sizes) < 1:
+            raise ValueError(f"{number!r} is no number of a run")
     if max(sum(phase.weights.values()) for phase in phases) > _LARGEST_TOTAL:
         raise ValueError("weights are too large")
 

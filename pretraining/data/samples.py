@@ -17,14 +17,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
 from pretraining.data.sampling.packing import BinCache, PackedStream, bin_cache, cut_blocks
 from pretraining.data.sampling.sample_order import SampleOrder
-from pretraining.data.sampling.token_stream import (
-    OrderCache,
-    Spans,
-    TokenStream,
-    cut_shards,
-    order_cache,
-    shard_count,
-)
+from pretraining.data.sampling.token_stream import OrderCache, Spans, TokenStream, cut_shards, order_cache, shard_count
 from pretraining.data.storage.bin_counts import BinCounts
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.document_reader import DocumentReader, Fetch, OpenFiles
@@ -49,7 +42,7 @@ class Samples:
         read: (spans, target, rows) writes samples into these rows of `target`, [batch rows, S + 1], padded with zeros.
             It raises a DataError if a file is unreadable or has a token outside the vocabulary.
         pass_samples: number of samples of the first pass.
-        changes: how the files differ from those that were indexed before; empty if unknown.
+        changes: how the files differ from the files of the previous index; empty if unknown.
         fetches: spans -> what makes the parts of them in an object store ready; None for data on a disk.
     """
 

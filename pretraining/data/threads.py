@@ -16,10 +16,7 @@ Value = TypeVar("Value")
 def map_in_order(
     function: Callable[[Item], Result], items: Iterable[Item], threads: int
 ) -> Generator[Result, None, None]:
-    """Map a function over items in order on threads, at most two results per thread ahead; 0 = the calling thread."""
-    if not threads:
-        yield from map(function, items)
-        return
+    """Map a function over items in order on threads, at most two results per thread ahead."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="map")
     waiting: deque[Future[Result]] = deque()
     try:
@@ -48,9 +45,9 @@ class RecentlyUsed(Generic[Value]):
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """Return the value of a key; make it if it is missing."""
-        found = self.find(key)
-        if found is not None:
-            return found
+        known = self.find(key)
+        if known is not None:
+            return known
         value = make()
         with self._lock:
             if key not in self._values:

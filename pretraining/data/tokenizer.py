@@ -59,12 +59,12 @@ _KEPT_FILES = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model"),
     *("vocab.json", "vocab.txt", "merges.txt"),
 )
-"""Files beside tokenizer.json and tokenizer_config.json that transformers reads for some class of tokenizers."""
+"""Other files than tokenizer.json and tokenizer_config.json that transformers reads for a class of tokenizers."""
 TOKENIZER_FILES = ("tokenizer*.json", *_KEPT_FILES, f"{_TEMPLATE_FOLDER}/*.jinja")
 """Files of a tokenizer to download from the Hub."""
 _LARGEST_FILE_BYTES, _LARGEST_TEMPLATE_BYTES, _MOST_TEMPLATES = 2**26, 2**20, 64
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-"""Names of the end-of-text token to try if no file beside tokenizer.json names it."""
+"""Names of the end-of-text token to try if no file names the token."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class Tokenizer:
         files: contents of its other files, by name.
         path: tokenizer.json that was read; None for a tokenizer that was trained.
         end_of_text: id of the token that ends a document.
-        vocab_size: largest id plus one, the rows that an embedding needs.
         pad_token: id of the padding token.
     """
 
@@ -84,10 +83,14 @@ class Tokenizer:
     definition: bytes
     config: bytes
     end_of_text: int | None
-    vocab_size: int
     pad_token: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     path: Location | None = None
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Largest id plus one, the rows that an embedding needs; not the number of entries, since ids may have gaps."""
+        return max(self._ids().values(), default=-1) + 1
 
     def fits(self, rows: int) -> bool:
         """Return whether a model with this many rows can have been trained with this tokenizer.
@@ -112,7 +115,7 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Return the token ids of several texts, encoded on all cores (see `library_threads`), as `encode` does."""
         # How the library treats special tokens is an attribute of an instance.
-        library = _parse(self.definition, special_tokens=True)[0] if special_tokens else self.library
+        library = _parse(self.definition, special_tokens=True) if special_tokens else self.library
         with _panics_as_errors():
             return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=around)]
 
@@ -121,20 +124,21 @@ class Tokenizer:
         return self.library.decode(list(ids), skip_special_tokens=False)
 
     def difference(self, other: Tokenizer) -> str | None:
-        """Return how the ids of two tokenizers differ; None if one vocabulary has those of the other, and maybe more.
+        """Return how the ids of two tokenizers differ; None if they are equal, or one vocabulary extends the other.
 
         How a file writes a vocabulary does not count, nor do added tokens, padding and truncation.
         """
         if self.sha256 == other.sha256:
             return None
-        kinds = [type(each.library.model).__name__ for each in (self, other)]
+        kinds = [type(tokenizer.library.model).__name__ for tokenizer in (self, other)]
         if kinds[0] != kinds[1]:
             return f"one is a {kinds[0]}, the other a {kinds[1]}"
         added = self.added_tokens | other.added_tokens
-        ours, theirs = ({token: n for token, n in each._ids().items() if token not in added} for each in (self, other))
+        vocabularies = (self._ids(), other._ids())
+        ours, theirs = ({token: n for token, n in ids.items() if token not in added} for ids in vocabularies)
         fewer, more = (ours, theirs) if len(ours) <= len(theirs) else (theirs, ours)
         if wrong := sorted(number for token, number in fewer.items() if more.get(token) != number):
-            tokens = " and ".join(repr(each.library.id_to_token(wrong[0])) for each in (self, other))
+            tokens = " and ".join(repr(tokenizer.library.id_to_token(wrong[0])) for tokenizer in (self, other))
             return f"{count_of(len(wrong), 'token')} differ, the first is {wrong[0]}: {tokens}"
         merges = sorted((self._merges(), other._merges()), key=len)
         if merges[0] != merges[1][: None if len(fewer) == len(more) else len(merges[0])]:
@@ -202,14 +206,14 @@ class Tokenizer:
     def begin_of_text(self) -> int | None:
         """Id of the special token that this tokenizer puts before a text; None if there is none."""
         with_special = self.library.encode(self._sample, add_special_tokens=True).ids
-        own = self.encode(self._sample)
-        return with_special[0] if own and with_special[0] != own[0] else None
+        without = self.encode(self._sample)
+        return with_special[0] if without and with_special[0] != without[0] else None
 
     @property
     def special_tokens(self) -> dict[str, str]:
         """Texts of the special tokens with a name, such as bos_token, as transformers knows them."""
-        config, own = json.loads(self.config), parse_json(self.files.get(SPECIAL_TOKENS_FILE, b"{}"))
-        return _named_tokens(config, own)
+        special_tokens = parse_json(self.files.get(SPECIAL_TOKENS_FILE, b"{}"))
+        return _named_tokens(json.loads(self.config), special_tokens)
 
     @property
     def special_names(self) -> list[str]:
@@ -225,12 +229,12 @@ class Tokenizer:
 
     @property
     def encodes_all(self) -> bool:
-        """Whether any text has tokens: those of its bytes, if no others."""
+        """Whether the tokenizer encodes any text, if needed byte by byte."""
         document = json.loads(self.definition)
         is_of_bytes = '"ByteLevel"' in json.dumps([document.get("normalizer"), document.get("pre_tokenizer")])
         is_of_parts = document["model"].get("type", "BPE") in ("BPE", "Unigram")
         needed = pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
-        has_all = all(self.library.token_to_id(each) is not None for each in needed)
+        has_all = all(self.library.token_to_id(token) is not None for token in needed)
         return has_all and is_of_parts and (is_of_bytes or bool(document["model"].get("byte_fallback")))
 
     def drops(self, character: str) -> bool:
@@ -250,10 +254,10 @@ class Tokenizer:
             for name, content in self.files.items()
             if name == _TEMPLATE_FILE or name.startswith(_TEMPLATE_FOLDER)
         }
-        found = named or json.loads(self.config).get("chat_template")
-        if isinstance(found, list):
-            found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        template = found.get("default") if isinstance(found, dict) else found
+        templates = named or json.loads(self.config).get("chat_template")
+        if isinstance(templates, list):
+            templates = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
+        template = templates.get("default") if isinstance(templates, dict) else templates
         return template if isinstance(template, str) else None
 
     @property
@@ -275,9 +279,9 @@ class Tokenizer:
         settings, files = {**json.loads(self.config), "model_max_length": context}, dict(self.files)
         if pad_token not in (None, self.pad_token):
             settings["pad_token"] = self.library.id_to_token(pad_token)
-            own = parse_json(files.get(SPECIAL_TOKENS_FILE, b"{}"))
-            if "pad_token" in own:
-                files[SPECIAL_TOKENS_FILE] = _as_json({**own, "pad_token": settings["pad_token"]})
+            special_tokens = parse_json(files.get(SPECIAL_TOKENS_FILE, b"{}"))
+            if "pad_token" in special_tokens:
+                files[SPECIAL_TOKENS_FILE] = _as_json({**special_tokens, "pad_token": settings["pad_token"]})
         definition = self.definition_without_dropout
         return replace(self, definition=definition, config=_as_json(settings), pad_token=pad_token, files=files)
 
@@ -310,7 +314,7 @@ def load_tokenizer(path: str | Location) -> Tokenizer:
         file = file / TOKENIZER_FILE
     try:
         definition = read_file(file)
-        library, vocab_size = _parse(definition, special_tokens=False)
+        library = _parse(definition, special_tokens=False)
     except Exception as error:  # the library raises bare Exception
         raise DataError(
             lfs_pointer_hint(file)
@@ -322,7 +326,8 @@ def load_tokenizer(path: str | Location) -> Tokenizer:
     files = _read_files(file.parent)
     config = _object_in(files.pop(TOKENIZER_CONFIG_FILE, b"{}"), file.parent / TOKENIZER_CONFIG_FILE)
     named = _named_tokens(config, _object_in(files.get(SPECIAL_TOKENS_FILE, b"{}"), file.parent / SPECIAL_TOKENS_FILE))
-    name = named.get("eos_token") or next(iter(_usual_ends(library)), None)
+    special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
+    name = named.get("eos_token") or next((usual for usual in _USUAL_END_OF_TEXT if usual in special), None)
     if name is not None and library.token_to_id(name) is None:
         raise DataError(
             f"eos_token {name!r} is not in the vocabulary of {file.name}: the files belong to different tokenizers. "
@@ -330,19 +335,18 @@ def load_tokenizer(path: str | Location) -> Tokenizer:
             path=file.parent,
         )
     padding = library.token_to_id(named["pad_token"]) if "pad_token" in named else None
-    tokenizer = _make_tokenizer(library, vocab_size, definition, config, name)
-    return replace(tokenizer, pad_token=padding, files=files, path=file)
+    return replace(_make_tokenizer(library, definition, config, name), pad_token=padding, files=files, path=file)
 
 
 def _read_files(folder: Location) -> dict[str, bytes]:
-    """Return the contents of the files beside a tokenizer.json, by name."""
+    """Return the contents of the other files in the folder of a tokenizer.json, by name."""
     templates, names = folder / _TEMPLATE_FOLDER, [TOKENIZER_CONFIG_FILE, *_KEPT_FILES]
     if is_folder(templates):
         check_inside(folder, _TEMPLATE_FOLDER, DataError)
-        found = sorted(entry.name for entry in entries_of(templates) if entry.name.endswith(".jinja"))
-        if len(found) > _MOST_TEMPLATES:
+        named = sorted(entry.name for entry in entries_of(templates) if entry.name.endswith(".jinja"))
+        if len(named) > _MOST_TEMPLATES:
             raise DataError(f"has more than {_MOST_TEMPLATES} chat templates: remove some", path=templates)
-        names += [f"{_TEMPLATE_FOLDER}/{name}" for name in found]
+        names += [f"{_TEMPLATE_FOLDER}/{name}" for name in named]
     contents = {}
     for name in names:
         if not is_file(folder / name):
@@ -358,14 +362,9 @@ def _read_files(folder: Location) -> dict[str, bytes]:
     return contents
 
 
-def _usual_ends(library: tokenizers.Tokenizer) -> list[str]:
-    special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
-    return [usual for usual in _USUAL_END_OF_TEXT if usual in special]
-
-
 @functools.lru_cache(maxsize=2)
-def _parse(definition: bytes, *, special_tokens: bool) -> tuple[tokenizers.Tokenizer, int]:
-    """Return the library's tokenizer and its `vocab_size`; cached, because commands load it several times.
+def _parse(definition: bytes, *, special_tokens: bool) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer; cached, because commands load it several times.
 
     Args:
         special_tokens: whether names of special tokens in a text become their ids.
@@ -376,12 +375,7 @@ def _parse(definition: bytes, *, special_tokens: bool) -> tuple[tokenizers.Token
     library.no_padding()
     if isinstance(library.model, models.BPE):
         library.model.dropout = None
-    return library, _vocab_size(library)
-
-
-def _vocab_size(library: tokenizers.Tokenizer) -> int:
-    """Return the largest id plus one, not the number of entries: ids may have gaps."""
-    return max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return library
 
 
 def load_fitting_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer:
@@ -415,7 +409,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     library.train_from_iterator(iter(texts), trainer)
     library.encode_special_tokens = True
-    return _make_tokenizer(library, _vocab_size(library), library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
+    return _make_tokenizer(library, library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
 
 
 @contextmanager
@@ -444,20 +438,15 @@ def library_threads(enabled: bool) -> Iterator[None]:
 
 
 def _make_tokenizer(
-    library: tokenizers.Tokenizer, vocab_size: int, definition: bytes, config: dict[str, Any], end_of_text: str | None
+    library: tokenizers.Tokenizer, definition: bytes, config: dict[str, Any], end_of_text: str | None
 ) -> Tokenizer:
     """Complete the config."""
     if "tokenizer_class" not in config:
         config = {**config, "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if end_of_text is not None and "eos_token" not in config:
         config = {**config, "eos_token": end_of_text}
-    return Tokenizer(
-        library=library,
-        definition=definition,
-        config=_as_json(config),
-        end_of_text=None if end_of_text is None else library.token_to_id(end_of_text),
-        vocab_size=vocab_size,
-    )
+    number = None if end_of_text is None else library.token_to_id(end_of_text)
+    return Tokenizer(library, definition, _as_json(config), end_of_text=number)
 
 
 def _as_json(document: dict[str, Any]) -> bytes:
@@ -467,21 +456,21 @@ def _as_json(document: dict[str, Any]) -> bytes:
 def _object_in(content: bytes, path: Location) -> dict[str, Any]:
     """Return the JSON object in the content of a file."""
     try:
-        found = parse_json(content)
-        if not isinstance(found, dict):
+        document = parse_json(content)
+        if not isinstance(document, dict):
             raise ValueError("it has no object")
     except ValueError as error:
         problem = lfs_pointer_hint(path) or f"is not valid JSON ({error}): fix or remove the file"
         raise DataError(problem, path=path) from error
-    return found
+    return document
 
 
 def _named_tokens(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens by name; special_tokens_map.json counts less if the config lists its added tokens."""
     both = (special_tokens, config) if "added_tokens_decoder" in config else (config, special_tokens)
-    found = {}
-    for name, token in [entry for each in both for entry in each.items()]:
+    named = {}
+    for name, token in [entry for tokens in both for entry in tokens.items()]:
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+            named[name] = text
+    return named

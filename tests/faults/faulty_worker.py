@@ -326,11 +326,6 @@ def unreadable_samples() -> Context:
     return patch.object(dataset, "dummy_samples", failing)
 
 
-def cut_at_step(step: int, path: str) -> Context:
-    """A file is truncated while the run reads it."""
-    return at_steps([step], lambda _: os.truncate(path, 300))
-
-
 def lose_mirror() -> Context:
     """Another start takes the mirror over, before a checkpoint is complete there."""
 

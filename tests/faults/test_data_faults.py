@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,6 @@ import pytest
 from faulty_runs import train
 from tiers import first_quick
 from training_runs import VOCABULARY, losses_of, metrics_of, write_dataset
-
-from pretraining.cli import main
 
 FLAGS = ["datasets=first", "sep_token=0", "logical_shards=2", "checkpoint_interval=2"]
 WHOLE_PASS = "num_steps=40"  # 4 samples a step: more than there are
@@ -59,45 +56,29 @@ def short(root: Path) -> None:
     os.truncate(part(root, 1), part(root, 1).stat().st_size // 2)
 
 
+def negative(root: Path) -> None:
+    table = pa.table({"tokens": pa.array([[1, 2, -100, 3] * 20] * 20, pa.list_(pa.int16()))})
+    for number in range(2):
+        with pa.ipc.new_file(part(root, number), table.schema) as writer:
+            writer.write_table(table)
+
+
 @pytest.mark.parametrize(
-    ("inflict", "said"),
+    ("inflict", "vocabulary", "said"),
     [
-        (beyond_vocabulary, ["part-1.arrow, row 7", "token 3", "sample ", "--vocab_size"]),
-        (foreign, ["part-1.arrow"]),
-        (short, ["part-1.arrow"]),
+        (beyond_vocabulary, VOCABULARY, ["part-1.arrow, row 7", "token 3", "sample ", "--vocab_size"]),
+        (negative, 66_000, ["of the document is -100, but", "sample "]),  # as 16 unsigned bits it is 65,436
+        (foreign, VOCABULARY, ["part-1.arrow"]),
+        (short, VOCABULARY, ["part-1.arrow"]),
     ],
 )
 def test_a_bad_token_file_is_named_with_row_and_sample(
-    inflict: Callable[[Path], None], said: list[str], data: Path, tmp_path: Path
+    inflict: Callable[[Path], None], vocabulary: int, said: list[str], data: Path, tmp_path: Path
 ) -> None:
     inflict(data)
-    ended = train([*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={tmp_path / 'run'}"], status=1)
+    flags = [f"data_path={data}", f"ckpt_save_path={tmp_path / 'run'}", f"vocab_size={vocabulary}"]
+    ended = train([*FLAGS, WHOLE_PASS, *flags], status=1)
     assert any(all(text in process.output for text in said) for process in ended), ended
-
-
-def test_a_negative_token_stops_training_inspect_and_verify(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = pa.table({"tokens": pa.array([[1, 2, -100, 3] * 20] * 20, pa.list_(pa.int16()))})
-    for number in range(2):
-        with pa.ipc.new_file(part(data, number), table.schema) as writer:
-            writer.write_table(table)
-    flags = [f"data_path={data}", "vocab_size=66000"]  # -100 as an unsigned number of 16 bits is 65,436
-    ended = train([*FLAGS, WHOLE_PASS, *flags, f"ckpt_save_path={tmp_path / 'run'}"], status=1)
-    said = re.compile(r"token \d+ of the document")  # a sample may begin inside a document
-    assert any(said.search(process.output) and "sample " in process.output for process in ended), ended
-    model = ["model_variant=tiny", "seq_length=32", "step=1", "tokens=true"]
-    for command in (["inspect", "datasets=first", "sep_token=0", *flags, *model], ["verify", *flags]):
-        with pytest.raises(SystemExit) as ending:
-            main(command)
-        shown = capsys.readouterr()
-        assert ending.value.code == 1 and said.search(shown.out + shown.err)
-
-
-def test_a_file_truncated_while_a_run_reads_it_is_named(data: Path, tmp_path: Path) -> None:
-    flags = [*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={tmp_path / 'run'}"]
-    ended = train(flags, (0, "cut_at_step", 3, str(part(data, 1))), status=1)
-    assert any("part-1.arrow" in process.output and "sample " in process.output for process in ended)
 
 
 def test_with_quarantine_the_run_continues_without_the_labels(data: Path, tmp_path: Path) -> None:

@@ -60,10 +60,6 @@ def expected(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def on_disk(data: Path, run: Path) -> list[str]:
-    return [*COMMON, f"data_path={data}", "datasets=text", f"eval_datasets={data}/apart", f"ckpt_save_path={run}"]
-
-
 def in_store(server: ObjectStore, run: Path, *more: str) -> list[str]:
     sets = server.address("tokens/apart")
     places = [f"data_path={server.address('tokens')}", "datasets=text", f"eval_datasets={sets}"]
@@ -110,17 +106,6 @@ def test_a_run_killed_in_a_fetch_resumes_and_equals_one_on_a_disk(
     train(flags)
     assert_same_run(tmp_path / "run", expected)
     assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").is_file()
-
-
-@pytest.mark.thorough
-def test_a_run_moves_from_a_store_to_a_disk_and_back(
-    tmp_path: Path, server: ObjectStore, data: Path, expected: Path
-) -> None:
-    stored = in_store(server, tmp_path / "run", f"data_cache_path={tmp_path / 'cache'}")
-    mixed = [each for each in stored if "eval_datasets" not in each] + [f"eval_datasets={data}/apart"]
-    for flags, steps in ((stored, 2), (on_disk(data, tmp_path / "run"), 2), (mixed, 2), (stored, 2)):
-        train([*flags, f"run_steps={steps}"])
-    assert_same_run(tmp_path / "run", expected)
 
 
 @pytest.mark.thorough

@@ -25,14 +25,7 @@ import numpy as np
 
 from pretraining.config.training import Packing
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, keyed_order
-from pretraining.data.sampling.token_stream import (
-    MIN_SHARD_SAMPLES,
-    Lengths,
-    OrderCache,
-    Shards,
-    Spans,
-    TokenStream,
-)
+from pretraining.data.sampling.token_stream import MIN_SHARD_SAMPLES, Lengths, OrderCache, Shards, Spans, TokenStream
 from pretraining.data.threads import RecentlyUsed
 
 ALGORITHM_VERSION = 1
@@ -175,7 +168,6 @@ _ALGORITHMS: dict[Packing, Callable[[np.ndarray, int], np.ndarray]] = {
     "first_fit": _first_fit,
     "best_fit": _best_fit_decreasing,
 }
-PACKINGS = tuple(_ALGORITHMS)
 
 
 BinCache = RecentlyUsed[tuple[PackedBlock, np.ndarray]]

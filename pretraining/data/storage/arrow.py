@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -27,11 +26,6 @@ MAGIC = b"ARROW1"
 STREAM_MAGIC = b"\xff\xff\xff\xff"
 STREAM_END = STREAM_MAGIC + bytes(4)
 
-TOKEN_TYPES = {
-    *(pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
-    *(pa.int8(), pa.int16(), pa.int32(), pa.int64()),
-}
-"""Supported types of tokens."""
 _LISTS = (
     (pa.types.is_list, "list", 4),
     (pa.types.is_large_list, "list", 8),
@@ -119,8 +113,8 @@ def _find_documents(batches: Iterator[pa.RecordBatch], content: np.ndarray, colu
     numbers = _read_batches(batches, content, column)
     rows, nulls, *places = numbers.T
     validity_at, validity_bytes, offsets_at, offsets_bytes, sizes_at, sizes_bytes, tokens_at, tokens_bytes = places
-    _check(rows > len(content), "has more rows than bytes")
-    _check(np.cumsum(rows) > len(content), "has more rows than bytes")  # a footer may list a batch many times
+    # A footer may list a batch many times, and absurd numbers of rows: their sum overflows integers.
+    _check(np.cumsum(rows, dtype=np.float64) > len(content), "has more rows than bytes")
     flags = f"with this folder as --input_path and --text_field={column.name}"
     for at, size in zip(places[::2], places[1::2], strict=True):
         is_elsewhere = (at < 0) | (at > len(content) - size)
@@ -140,12 +134,21 @@ def _find_documents(batches: Iterator[pa.RecordBatch], content: np.ndarray, colu
         begins = row_in_batch * column.list_size
         ends = begins + column.list_size
     else:
-        offset = partial(_list_offsets, content, column.offset_bytes, batch, row_in_batch)
+        list_numbers = as_tokens(content, column.offset_bytes, signed=True)
+
+        def numbers_of(at: np.ndarray, size: np.ndarray, surplus: int = 0, shift: int = 0) -> np.ndarray:
+            """Return a number per row from a buffer of each record batch, which has `surplus` more; skip `shift`."""
+            places, capacity = at // column.offset_bytes, size // column.offset_bytes
+            _check(capacity < rows + surplus * (rows > 0), "has fewer list offsets than rows")
+            _check((at % column.offset_bytes > 0) & (rows > 0), "is not aligned: rewrite it with an Arrow library")
+            per_row: np.ndarray = list_numbers[places[batch] + row_in_batch + shift].astype(np.int64)
+            return per_row
+
         if column.layout == "list":
-            begins, ends = offset(offsets_at, offsets_bytes, rows, 1), offset(offsets_at, offsets_bytes, rows, 1, 1)
+            begins, ends = numbers_of(offsets_at, offsets_bytes, 1), numbers_of(offsets_at, offsets_bytes, 1, 1)
         else:
-            begins = offset(offsets_at, offsets_bytes, rows)
-            ends = begins + offset(sizes_at, sizes_bytes, rows)
+            begins = numbers_of(offsets_at, offsets_bytes)
+            ends = begins + numbers_of(sizes_at, sizes_bytes)
     _check((validity_bytes > 0) & (validity_bytes < (rows + 7) // 8), "has a validity bitmap that is too short")
     # A null row is an empty document, whatever its offsets are.
     nullable = np.flatnonzero(validity_bytes[batch])
@@ -162,30 +165,6 @@ def _find_documents(batches: Iterator[pa.RecordBatch], content: np.ndarray, colu
     return DocumentLayout(tokens_at[batch] + begins * width, lengths, width, tokens)
 
 
-def _list_offsets(
-    content: np.ndarray,
-    width: int,
-    batch: np.ndarray,
-    row_in_batch: np.ndarray,
-    places: np.ndarray,
-    sizes: np.ndarray,
-    rows: np.ndarray,
-    surplus: int = 0,
-    shift: int = 0,
-) -> np.ndarray:
-    """Return a number per row, int64, from the buffers of all record batches at `places`.
-
-    Args:
-        surplus: numbers that a buffer has beyond one per row.
-        shift: numbers to skip.
-    """
-    _check(sizes // width < rows + surplus * (rows > 0), "has fewer list offsets than rows")
-    _check((places % width > 0) & (rows > 0), "is not aligned: rewrite it with an Arrow library")
-    numbers = as_tokens(content, width, signed=True)
-    found: np.ndarray = numbers[(places // width)[batch] + row_in_batch + shift].astype(np.int64)
-    return found
-
-
 def _check(is_wrong: np.ndarray, problem: str) -> None:
     if is_wrong.any():
         raise DataError(f"damaged or unsupported: record batch {is_wrong.argmax()} {problem}")
@@ -198,7 +177,7 @@ def _find_column(schema: pa.Schema, name: str) -> _Column:
     kind, number = schema.field(name).type, schema.get_field_index(name)
     layout, offset_bytes = next(((layout, size) for test, layout, size in _LISTS if test(kind)), ("flat", 0))
     tokens = kind if layout == "flat" else kind.value_type
-    if tokens not in TOKEN_TYPES:
+    if not pa.types.is_integer(tokens):
         raise DataError(
             f"column '{name}' is of type {kind}, but documents are plain lists of integers, such as list<uint16>"
         )

@@ -1,4 +1,4 @@
-"""The record of a file's content, which tells files of equal names and sizes apart.
+"""The record of a file's content, which distinguishes files of equal names and sizes.
 
     up to 1 MiB  -->  a checksum of all bytes
     larger       -->  a checksum of 32 parts and, if the file is being indexed, of the borders of its documents
@@ -30,7 +30,7 @@ PARTS = 32
 """Parts of a large file: a change of a tenth of it is missed once in 29 times, an exchange of its documents never."""
 PART_BYTES = 4096
 _WHOLE_BYTES = 1 << 20
-"""Size up to which one request for an object is faster than several for its parts."""
+"""Size up to which a file is compared as a whole."""
 
 ReadRange = Callable[[int, int], bytes]
 """(first byte, bytes) -> these bytes of a file, fewer at its end."""
@@ -47,11 +47,7 @@ def open_ranges(path: Location) -> Iterator[ReadRange]:
     if isinstance(path, StorePath):
         with path.open_ranges()[0] as file:
             size = file.size()
-            whole = path.read(file, 0, size) if size <= _WHOLE_BYTES else None
-            if whole is not None:
-                yield lambda begin, size: whole[begin : begin + size]
-            else:
-                yield lambda begin, count: path.read(file, begin, max(0, min(count, size - begin)))
+            yield lambda begin, count: path.read(file, begin, max(0, min(count, size - begin)))
         return
     check_regular(path)
     with path.open("rb") as file:

@@ -16,10 +16,9 @@ import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any
 
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
@@ -27,7 +26,7 @@ from pretraining.data.storage.content import time_of_change
 from pretraining.data.storage.token_format import TokenFormat, format_class
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
-from pretraining.files import Location, entries_of, exists, is_address, is_file, is_folder, read_json, read_object
+from pretraining.files import Location, entries_of, exists, is_address, is_file, is_folder, read_json
 from pretraining.object_store import REQUESTS, StorePath, location
 from pretraining.text import list_some
 
@@ -113,32 +112,24 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
             raise DataError(f"--datasets names '{name}', which does not exist; {root} has {there}", path=root / name)
     companions = tuple(filter(None, map(_companion, formats.values())))
     scanned = {name: _scan(root / name, suffixes, companions) for name in names or _sub_folders(root)}
-    found = {name: scan for name, scan in scanned.items() if any(path.endswith(suffixes) for path in scan.files)}
+    scans = {name: scan for name, scan in scanned.items() if any(path.endswith(suffixes) for path in scan.files)}
     for name in names:
-        if name not in found:
+        if name not in scans:
             place = root / name
             raise DataError(f"dataset '{name}' has no {patterns} files. {_how_to_prepare(place)}", path=place)
-    if not found:
+    if not scans:
         raise DataError(
             f"no sub-folder has {patterns} files. For this folder itself, give --data_path={root.parent} "
             f"--datasets={root.name}. {_how_to_prepare(root)}",
             path=root,
         )
-    return tuple(_dataset(root, name, found[name], formats, config) for name in sorted(found))
-
-
-def recorded_tokenizer_of(dataset: Location) -> dict[str, Any]:
-    """Return what prepare.json says of the tokenizer that encoded a dataset; empty without it."""
-    tokenizer = read_object(dataset / MANIFEST_FILE).get("tokenizer")
-    return tokenizer if isinstance(tokenizer, dict) else {}
+    return tuple(_dataset(root, name, scans[name], formats, config) for name in sorted(scans))
 
 
 def prepared_folders(root: Location) -> list[Location]:
     """Return the sub-folders of a root that have a prepare.json, sorted by name."""
-    if isinstance(root, StorePath):
-        folders = [each for each in root.iterdir() if not each.name.startswith(".")]
-        return [each for each in sorted(folders, key=lambda each: each.name) if is_file(each / MANIFEST_FILE)]
-    return [path.parent for path in sorted(Path(str(root)).glob(f"[!.]*/{MANIFEST_FILE}"))]
+    names = _sub_folders(root) if is_folder(root) else []
+    return [root / name for name in names if is_file(root / name / MANIFEST_FILE)]
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int], rewritten: Collection[str] = ()) -> str:
@@ -156,7 +147,7 @@ def describe_changes(before: dict[str, int], after: dict[str, int], rewritten: C
 
 
 def index_folders(files: DatasetFiles, config: DataConfig) -> list[Path]:
-    """Return possible folders of an index, in order: in `index_path` or, without one, beside the data or in a cache."""
+    """Return possible folders of an index, in order: in `index_path` or, without one, with the data or in a cache."""
     if config.index_path is not None:
         return [Path(config.index_path).expanduser().absolute() / files.name]
     root, folders, cache = files.root, list[Path](), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -182,7 +173,32 @@ def _dataset(root: Location, name: str, scan: _Scan, formats: Formats, config: D
             name,
             list_some(scan.repeated, 3),
         )
-    return _listing(place, name, scan, kind, formats)
+    row = formats[kind]
+    suffixes = tuple(filter(None, (row.suffix, _companion(row))))
+    paths = tuple(sorted(path for path in scan.files if path.endswith(suffixes)))
+    if kind == "arrow_stream":
+        paths = _without_unlisted(place, paths, scan.saved)
+    sizes = tuple(scan.files[path][0] for path in paths)
+    times = tuple(scan.files[path][1] for path in paths)
+    digest = hashlib.blake2b(digest_size=16)
+    for path, size in zip(paths, sizes, strict=True):
+        digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
+    alone = is_file(place)
+    folder = place.parent if alone else place
+    query = folder.query if isinstance(folder, StorePath) else ""
+    return DatasetFiles(
+        name, str(folder), paths, sizes, digest.hexdigest(), kind, alone, times, ending=row.ending, query=query
+    )
+
+
+def _without_unlisted(place: Location, paths: tuple[str, ...], saved: Collection[str]) -> tuple[str, ...]:
+    """Return the files that are not in a folder of `save_to_disk`, or that its state.json lists."""
+    listed = {prefix: saved_files(place / prefix) for prefix in saved}
+    split = ((path, path.rpartition("/")[0], path.rpartition("/")[2]) for path in paths)
+    left_out = {path for path, prefix, file in split if prefix in listed and file not in listed[prefix]}
+    if left_out:
+        log.info("%s: no %s names %s, which is left out", place, STATE_FILE, list_some(sorted(left_out), 3))
+    return tuple(path for path in paths if path not in left_out)
 
 
 def _kind_of(place: Location, name: str, paths: Collection[str], formats: Formats, config: DataConfig) -> str:
@@ -203,30 +219,8 @@ def _kind_of(place: Location, name: str, paths: Collection[str], formats: Format
 
 
 def _companion(row: type[TokenFormat]) -> str:
-    """Return the end of names of files that belong to the token files of a format; empty without any."""
+    """Return the suffix of the files that belong to the token files of a format; empty if there are none."""
     return getattr(row, "companion", "")
-
-
-def _listing(place: Location, name: str, scan: _Scan, kind: str, formats: Formats) -> DatasetFiles:
-    suffixes = tuple(filter(None, (formats[kind].suffix, _companion(formats[kind]))))
-    paths = tuple(sorted(path for path in scan.files if path.endswith(suffixes)))
-    if kind == "arrow_stream":
-        saved = {prefix: saved_files(place / prefix) for prefix in scan.saved}
-        split = ((path, path.rpartition("/")[0], path.rpartition("/")[2]) for path in paths)
-        left_out = {path for path, prefix, file in split if prefix in saved and file not in saved[prefix]}
-        if left_out:
-            log.info("%s: no %s names %s, which is left out", place, STATE_FILE, list_some(sorted(left_out), 3))
-        paths = tuple(path for path in paths if path not in left_out)
-    sizes = tuple(scan.files[path][0] for path in paths)
-    times = tuple(scan.files[path][1] for path in paths)
-    digest = hashlib.blake2b(digest_size=16)
-    for path, size in zip(paths, sizes, strict=True):
-        digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
-    alone = is_file(place)
-    folder = place.parent if alone else place
-    query = folder.query if isinstance(folder, StorePath) else ""
-    listed = DatasetFiles(name, str(folder), paths, sizes, digest.hexdigest(), kind, alone, times)
-    return replace(listed, ending=formats[kind].ending, query=query)
 
 
 def saved_files(folder: Location) -> set[str]:
@@ -238,7 +232,7 @@ def saved_files(folder: Location) -> set[str]:
     state = folder / STATE_FILE
     try:
         document = read_json(state)
-        named = {str(each["filename"]) for each in document["_data_files"]}
+        named = {str(entry["filename"]) for entry in document["_data_files"]}
         selects = document.get("_indices_data_files") or document.get("_indices_files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -276,39 +270,39 @@ def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ..
     Args:
         companions: suffixes of files that belong to another file.
     """
-    found, kept = _Scan(), (*suffixes, *companions)
+    scan, kept = _Scan(), (*suffixes, *companions)
     if is_file(folder):
-        beside = [folder.with_suffix(suffix) for suffix in companions]
-        paths = [folder, *beside] if folder.name.endswith(suffixes) else []
+        partners = [folder.with_suffix(suffix) for suffix in companions]
+        paths = [folder, *partners] if folder.name.endswith(suffixes) else []
         for path in filter(is_file, paths):
-            found.files[path.name] = _size_and_time(path)
-        return found
+            scan.files[path.name] = _size_and_time(path)
+        return scan
     if isinstance(folder, StorePath):
         return _scan_store(folder, kept)
     assert isinstance(folder, Path)
     try:
-        for prefix, _, entries in walk_folders(folder, found.repeated):
+        for prefix, _, entries in walk_folders(folder, scan.repeated):
             for entry in entries:
                 if entry.name.endswith(kept):
                     # Follows links, so that a broken link is an error, not a missing file.
                     status = entry.stat()
-                    found.files[prefix + entry.name] = status.st_size, time_of_change(status)
+                    scan.files[prefix + entry.name] = status.st_size, time_of_change(status)
                 elif entry.name == STATE_FILE:
-                    found.saved.append(prefix.rstrip("/"))
+                    scan.saved.append(prefix.rstrip("/"))
     except OSError as error:
         raise DataError(f"cannot be listed: {error.strerror}", path=error.filename or folder) from error
-    return found
+    return scan
 
 
 def _scan_store(folder: StorePath, suffixes: tuple[str, ...]) -> _Scan:
     """Find the files with these suffixes below a folder of a store, and ask for the tag of each."""
-    found, sizes = _Scan(), folder.files()
+    scan, sizes = _Scan(), folder.files()
     visible = [name for name in sorted(sizes) if not any(part.startswith(".") for part in name.split("/"))]
     names = [name for name in visible if name.endswith(suffixes)]
     for name, tag in zip(names, map_in_order(lambda name: (folder / name).tag(), names, REQUESTS), strict=True):
-        found.files[name] = sizes[name], tag
-    found.saved += [name.rpartition("/")[0] for name in visible if name.rpartition("/")[2] == STATE_FILE]
-    return found
+        scan.files[name] = sizes[name], tag
+    scan.saved += [name.rpartition("/")[0] for name in visible if name.rpartition("/")[2] == STATE_FILE]
+    return scan
 
 
 def _size_and_time(path: Location) -> tuple[int, int]:

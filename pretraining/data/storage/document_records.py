@@ -1,6 +1,6 @@
 """The documents of token files in an object store, found without reading the tokens of each.
 
-    prepare:  finished file --`write_record`--> .<name>.documents beside it: places, lengths, first and last tokens
+    prepare:  finished file --`write_record`--> .<name>.documents in its folder: places, lengths, first and last tokens
     index:    that record, if it fits the object  -->  DocumentLayout      some ranges of the object are read
               without one, the whole object       -->  `local_copy`        a file on a local disk, for any format
 
@@ -89,7 +89,7 @@ def read_record(
 
     Args:
         size: of the object.
-        strip_tokens: if a document begins or ends with them, the result is None, too: where it ends is not recorded.
+        strip_tokens: if a document begins or ends with one, the result is None: the stripped end is not recorded.
     """
     try:
         line, _, packed = (place.parent / record_name(place.name)).open("rb").read().partition(b"\n")
@@ -104,18 +104,10 @@ def read_record(
         if np.isin((firsts, lasts), strip_tokens).any():
             return None
         layout = _layout(size, gaps, lengths.astype(np.int64), firsts, lasts)
-        found = content_record(place, 0, size, layout)
-        return (layout, found) if found == header["content"] else None
+        record = content_record(place, 0, size, layout)
+        return (layout, record) if record == header["content"] else None
     except (OSError, ValueError, KeyError, IndexError, TypeError, zlib.error):
         return None
-
-
-def unrecorded_bytes(files: DatasetFiles) -> int:
-    """Return the size of the objects without a record beside them, which are read whole; 0 for files on a disk."""
-    if not isinstance(files.root, StorePath):
-        return 0
-    there = files.root.files()
-    return sum(size for path, size in zip(files.paths, files.sizes, strict=True) if record_name(path) not in there)
 
 
 def _layout(size: int, gaps: np.ndarray, lengths: np.ndarray, firsts: np.ndarray, lasts: np.ndarray) -> DocumentLayout:
@@ -136,7 +128,7 @@ def _layout(size: int, gaps: np.ndarray, lengths: np.ndarray, firsts: np.ndarray
 def local_copy(files: DatasetFiles, number: int, folder: str | None = None) -> Iterator[str]:
     """Provide the path of a token file on a disk: its own, or that of a copy of an object, which is removed at the end.
 
-    A copy of one file of a Megatron pair has the other file beside it. Errors about the copy name the object.
+    The folder of the copy also has the other file of a Megatron pair. Errors about the copy name the object.
 
     Args:
         folder: for copies; None = that of the system for temporary files.
@@ -149,14 +141,14 @@ def local_copy(files: DatasetFiles, number: int, folder: str | None = None) -> I
         return
     stem, partners = files.paths[number].rpartition(".")[0], list[int]()
     if f"{stem}.idx" in files.paths:
-        partners = [each for each, path in enumerate(files.paths) if path.rpartition(".")[0] == stem]
+        partners = [other for other, path in enumerate(files.paths) if path.rpartition(".")[0] == stem]
     root = Path(folder or gettempdir())
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _copies, TemporaryDirectory(prefix="pretrain-", dir=root, ignore_cleanup_errors=True) as copies:
-            for each in {number, *partners}:
+            for part in {number, *partners}:
                 # The tokens of a pair are not read with its index, so that a file of their size is enough.
-                _copy(files, each, Path(copies), is_empty=each != number and not files.paths[each].endswith(".idx"))
+                _copy(files, part, Path(copies), is_empty=part != number and not files.paths[part].endswith(".idx"))
             try:
                 yield f"{copies}/{files.paths[number]}"
             except DataError as error:

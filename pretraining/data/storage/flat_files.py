@@ -151,11 +151,11 @@ def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.n
 
     Tokens after the last separator are a document too.
     """
-    found = [np.zeros(0, dtype=np.int64)]
+    places = [np.zeros(0, dtype=np.int64)]
     for begin in range(0, len(tokens), _TOKENS_AT_ONCE):
         piece = tokens[begin : begin + _TOKENS_AT_ONCE]
-        found.append(begin + np.flatnonzero(piece == separator))
-    separators = np.concatenate(found)
+        places.append(begin + np.flatnonzero(piece == separator))
+    separators = np.concatenate(places)
     begins, ends = np.concatenate(([0], separators + 1)), np.append(separators, len(tokens))
     if begins[-1] == len(tokens):
         begins, ends = begins[:-1], ends[:-1]
@@ -165,8 +165,8 @@ def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.n
 def _advice(content: np.ndarray) -> str:
     """Return the setting that reads a file without a header."""
     likely = likely_dtype(content[:SAMPLE_BYTES])
-    found = f"={likely}, as its bytes look" if likely else "=uint16 or uint32"
-    return f"Without a header the type of tokens is unknown: give --token_dtype{found}"
+    value = f"={likely}, as its bytes look" if likely else "=uint16 or uint32"
+    return f"Without a header the type of tokens is unknown: give --token_dtype{value}"
 
 
 def _documents(content: np.ndarray, offset: int, dtype: np.dtype[Any], separator: int) -> DocumentLayout:

@@ -38,7 +38,7 @@ from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.token_format import load_format
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
-from pretraining.files import check_regular, parse_json
+from pretraining.files import parse_json
 from pretraining.launch.machine import usable_cores
 
 BLOCK_DOCUMENTS = 1024
@@ -90,7 +90,6 @@ class Index:
         """Map an index; raise a DataError if it is damaged, an OSError if it is unreadable."""
         self.path = path
         _open_indices.add(self)
-        check_regular(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < TRAILER.size:

@@ -1,10 +1,10 @@
-"""The index files of a dataset: which one is of the files as they are now, and how a new one is built.
+"""The index files of a dataset: the choice of the one that matches the files, and the building of a new one.
 
     listing, settings --> names of possible indices --times of change, else records of content--> the valid index
     files --TokenFormat.documents, on threads--> documents --in order--> temporary file --block totals, header--> rename
 
-A listing has an index file per content of its files. The times of change that were seen with a content are noted beside
-its index, so that the files are read again only after a change. One process of a job decides, and broadcasts the
+A listing has an index file per content of its files. A second file notes the times of change that were seen with a
+content, so that the files are read again only after a change. One process of a job decides, and broadcasts the
 content in its listing.
 
 Several processes may build the same index at once: each writes an equal temporary file, and the first one stays.
@@ -31,7 +31,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
 from pretraining.data.storage.content import content_record, digest_of_records
 from pretraining.data.storage.dataset_files import DatasetFiles, describe_changes, index_folders
-from pretraining.data.storage.document_records import check_version, local_copy, read_record, unrecorded_bytes
+from pretraining.data.storage.document_records import check_version, local_copy, read_record
 from pretraining.data.storage.index import (
     BLOCK_DOCUMENTS,
     DOCUMENT,
@@ -73,10 +73,10 @@ def index_name(files: DatasetFiles, config: DataConfig, content: str) -> str:
     return f"{index_digest(files, config)}-{files.digest[:16]}-{content}.index"
 
 
-def find_index(files: DatasetFiles, config: DataConfig, workers: int | None = None) -> Index | None:
+def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:
     """Open the valid index of a dataset; None if there is none.
 
-    If `files.content` is not known, files with a new time of change are read, by at most `workers` threads.
+    If `files.content` is not known, files with a new time of change are read.
 
     Raises:
         DataError: such a file is unusable.
@@ -85,20 +85,19 @@ def find_index(files: DatasetFiles, config: DataConfig, workers: int | None = No
     if files.content is not None:  # one process of the job has decided
         return next(filter(None, map(open_any_index, known)), None)
     record = cache(partial(_record_now, files, config, load_format(files.file_type, config)))
-    threads = workers or _threads(files)
     for path in known:
         index = open_any_index(path)
         if index is None:
             log.warning("index %s is damaged: it is not used", path)
-        elif _is_current(index, files, config, record, threads):
+        elif _is_current(index, files, config, record):
             return index
     return None
 
 
 def _files_by_age(files: DatasetFiles, config: DataConfig, pattern: str) -> list[Path]:
     """Return the index files with names of a pattern, the newest first."""
-    found = (path for folder in index_folders(files, config) for path in folder.glob(pattern))
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    paths = (path for folder in index_folders(files, config) for path in folder.glob(pattern))
+    return sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def open_any_index(path: Path) -> Index | None:
@@ -121,7 +120,7 @@ def read_as(files: DatasetFiles, config: DataConfig) -> str:
 
 
 def changes_since(files: DatasetFiles, config: DataConfig, records: Sequence[int]) -> str:
-    """Return how the files, with these records of content, differ from those of the newest index; empty without one."""
+    """Return how the files, with these records of content, differ from the newest index; empty if there is none."""
     indices = map(open_any_index, _files_by_age(files, config, f"{index_digest(files, config)}-*.index"))
     older = next(filter(None, indices), None)
     if older is None:
@@ -141,10 +140,10 @@ def read_documents(
     """Return the documents of a file, and the record of its content; raise a DataError if it is unusable."""
     if files.is_remote:
         place, size = files.place(number), files.sizes[number]
-        found = read_record(place, size, read_as(files, config), config.strip_tokens)
-        if found is not None:
+        recorded = read_record(place, size, read_as(files, config), config.strip_tokens)
+        if recorded is not None:
             check_version(files, number)
-            return found
+            return recorded
     with local_copy(files, number, config.data_cache_path) as path:
         return read_local(files, token_format, number, path)
 
@@ -164,7 +163,7 @@ def _threads(files: DatasetFiles) -> int:
     return REQUESTS if files.is_remote else min(_MOST_THREADS, usable_cores())
 
 
-def _is_current(index: Index, files: DatasetFiles, config: DataConfig, record: Record, workers: int) -> bool:
+def _is_current(index: Index, files: DatasetFiles, config: DataConfig, record: Record) -> bool:
     """Return whether an index is of the content that the files have now; note their times if it is."""
     times = np.array(files.times, dtype="<i8")
     paths = [(folder / index.path.name).with_suffix(".times") for folder in index_folders(files, config)]
@@ -174,8 +173,8 @@ def _is_current(index: Index, files: DatasetFiles, config: DataConfig, record: R
         return True
     size = format_bytes(sum(files.sizes[number] for number in stale))
     log.info("dataset '%s': looking for changes in %s (%s)", files.name, count_of(len(stale), "file"), size)
-    now = zip(map_in_order(record, stale, workers), index.records[stale].tolist(), strict=True)
-    if any(found not in (None, before) for found, before in now):
+    now = zip(map_in_order(record, stale, _threads(files)), index.records[stale].tolist(), strict=True)
+    if any(record_now not in (None, before) for record_now, before in now):
         return False
     note_times(index.path.name, files, config)
     return True
@@ -256,26 +255,21 @@ def write_once(
 # Building
 
 
-def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = None) -> Index:
+def build_index(files: DatasetFiles, config: DataConfig) -> Index:
     """Return the dataset's index; build it if it is missing or damaged.
-
-    Args:
-        workers: threads; None = one per core, at most 32.
 
     Raises:
         DataError: a file is unusable, or has another content than `files.content`; the index cannot be written.
     """
-    index = find_index(files, config, workers)
+    index = find_index(files, config)
     if index is not None:
         return index
-    size, whole = format_bytes(sum(files.sizes)), unrecorded_bytes(files)
-    streamed = f"; {format_bytes(whole)} without a record of their documents are read whole, once" if whole else ""
-    log.info("indexing dataset '%s': %s, %s%s", files.name, count_of(len(files.paths), "file"), size, streamed)
+    size = format_bytes(sum(files.sizes))
+    log.info("indexing dataset '%s': %s, %s", files.name, count_of(len(files.paths), "file"), size)
 
     def write(file: IO[bytes]) -> str:
         read = partial(_read_file, files, config, load_format(files.file_type, config))
-        threads = workers or _threads(files)
-        with closing(map_in_order(read, range(len(files.paths)), threads)) as documents_of_files:
+        with closing(map_in_order(read, range(len(files.paths)), _threads(files))) as documents_of_files:
             content = _write_index(file, files, config, documents_of_files)
         if files.content not in (None, content):
             raise DataError(
@@ -354,7 +348,6 @@ def _write_index(
     if change:
         log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
     header = {
-        "index": index_digest(files, config),
         "settings": settings_digest(files, config),
         "files": files.digest,
         "changes": change,

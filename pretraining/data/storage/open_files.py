@@ -26,11 +26,11 @@ class OpenFile:
             check_regular(path)
             self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             weakref.finalize(self, os.close, self.descriptor).atexit = False  # threads may still read at exit
-            found = os.fstat(self.descriptor).st_size
+            size_now = os.fstat(self.descriptor).st_size
         except OSError as error:
             raise DataError(f"cannot be opened: {error.strerror}", path=path) from error
-        if found != size:
-            raise DataError(f"changed since the job began: it had {size:,} bytes and now has {found:,}", path=path)
+        if size_now != size:
+            raise DataError(f"changed since the job began: it had {size:,} bytes and now has {size_now:,}", path=path)
         tail = bytearray(len(ending))
         OpenFile.read_into(self, memoryview(tail), size - len(tail))  # subclasses count from elsewhere
         if tail != ending:

@@ -7,9 +7,9 @@ A chunk ends where a block of documents ends, or after 4 MiB. Training reads doc
 of the block after it for long, so nothing is fetched that is not needed soon. Threads of the `Prefetcher` fetch the
 chunks of the next steps; a reader that needs a chunk which is being fetched waits for it.
 
-The processes of a node share the cache folder, also those of several runs. A file of `chunks/` in it is a chunk with
-its CRC-32; it is named after the object's place and tag, the chunk's range, and appears complete. The least recently
-used ones go when the folder is full; other files stay.
+All processes of a node share the cache folder, also processes of several runs. A file in its folder `chunks/` is a
+chunk with its CRC-32. The name has the object's place and tag, and the chunk's range. A file appears complete. When the
+folder is full, the least recently used chunks are removed; other files stay.
 
 After each read from the store, the object must still have the tag that it had when it was listed. So bytes of another
 version are never used.
@@ -160,16 +160,16 @@ class ChunkCache:
         with self._lock:
             coming = self._coming.get(key)
             if coming is None:
-                own = self._coming[key] = Future[_MemoryChunk | _DiskChunk]()
+                future = self._coming[key] = Future[_MemoryChunk | _DiskChunk]()
         if coming is not None:
             return coming.result()
         try:
-            own.set_result(self._in_folder(file, number) or self._keep(file, number, file.fetch(number)))
+            future.set_result(self._in_folder(file, number) or self._keep(file, number, file.fetch(number)))
         except BaseException as error:
-            own.set_exception(error)
+            future.set_exception(error)
         finally:
             del self._coming[key]
-        return own.result()
+        return future.result()
 
     # The folder
 
@@ -240,15 +240,15 @@ def chunk_cache(folder: str | None, limit_bytes: int, processes: int) -> ChunkCa
 
 def _remove_oldest(folder: Path, most_bytes: int) -> int:
     """Remove the least recently used files of a cache folder; return the bytes that are left."""
-    found, now = [], time.time()
+    chunks, now = [], time.time()
     for path in folder.glob(f"??/*{_SUFFIX}"):
         with suppress(FileNotFoundError):  # removed by another process
             status = path.stat()
             is_left = path.name.startswith(".") and now - status.st_mtime > _STALE_SECONDS  # by a killed process
             if is_left or not path.name.startswith("."):
-                found.append((0.0 if is_left else status.st_mtime, status.st_size, path))
-    left = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+                chunks.append((0.0 if is_left else status.st_mtime, status.st_size, path))
+    left = sum(size for _, size, _ in chunks)
+    for _, size, path in sorted(chunks):
         if left <= most_bytes:
             break
         path.unlink(missing_ok=True)
@@ -318,7 +318,7 @@ class StoreFile:
 
 
 class ChunkCuts:
-    """The ends of a dataset's chunks: those of its blocks of documents and of its files, and every 4 MiB.
+    """The ends of a dataset's chunks: the ends of its blocks of documents and of its files, and every 4 MiB.
 
     Args:
         sizes: [files], bytes.

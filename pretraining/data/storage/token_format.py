@@ -78,12 +78,12 @@ def format_class(file_type: str) -> type[TokenFormat]:
     Raises:
         ConfigError: the class cannot be imported, or is no format.
     """
-    found: type[TokenFormat] = load_plugin("file_type", TOKEN_FORMATS.get(file_type, file_type))
-    if not isinstance(getattr(found, "suffix", None), str) or not callable(getattr(found, "documents", None)):
+    row: type[TokenFormat] = load_plugin("file_type", TOKEN_FORMATS.get(file_type, file_type))
+    if not isinstance(getattr(row, "suffix", None), str) or not callable(getattr(row, "documents", None)):
         raise ConfigError(
             f"--file_type={file_type} is no token format: it lacks `suffix` or `documents` (docs/extending.md)"
         )
-    return found
+    return row
 
 
 def load_format(file_type: str, config: DataConfig) -> TokenFormat:
@@ -145,7 +145,7 @@ def likely_dtype(content: np.ndarray) -> str | None:
 
 
 def _is_upper(upper: int, lower: int) -> bool:
-    """Return whether the largest words in two places are those of the upper and the lower half of a token."""
+    """Return whether the largest words in two places are the upper and the lower halves of tokens."""
     return upper <= _LARGEST_HIGH_WORD and lower > 4 * upper
 
 

@@ -33,21 +33,21 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-def with_template(found: Input, tokenizer: Tokenizer | None) -> Input:
+def with_template(corpus: Input, tokenizer: Tokenizer | None) -> Input:
     """Return an input whose settings name the chat template, if it holds chats.
 
     Raises:
         DataError: the tokenizer has no chat template, or there is none.
     """
-    if not found.is_chat:
-        return found
+    if not corpus.is_chat:
+        return corpus
     if tokenizer is None or tokenizer.chat_template is None:
         raise DataError(
-            f"--text_field={found.settings['text_field']} holds chats, and the tokenizer has no chat template: give "
+            f"--text_field={corpus.settings['text_field']} holds chats, and the tokenizer has no chat template: give "
             "one that has, such as that of an instruction-tuned model, with --tokenizer_path and a new --output_path"
         )
     given = json.dumps([tokenizer.chat_template, _names(tokenizer)])
-    return replace(found, settings={**found.settings, "chat_template": hashlib.sha256(given.encode()).hexdigest()})
+    return replace(corpus, settings={**corpus.settings, "chat_template": hashlib.sha256(given.encode()).hexdigest()})
 
 
 def time_for(tokenizer: Tokenizer) -> str:
@@ -175,7 +175,7 @@ class Marks:
 
     def _cut_name(self, before: str, after: str) -> int:
         """Return how many characters of a name are before a cut; 0 if the cut goes through none."""
-        found = (match for pattern in self._patterns for match in pattern.finditer(before + after))
+        matches = (match for pattern in self._patterns for match in pattern.finditer(before + after))
         return max(
-            (len(before) - match.start() for match in found if match.start() < len(before) < match.end()), default=0
+            (len(before) - match.start() for match in matches if match.start() < len(before) < match.end()), default=0
         )

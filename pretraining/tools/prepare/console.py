@@ -115,10 +115,10 @@ def _describe_losses(summary: PrepareSummary, tokenizer: Tokenizer | None) -> It
     unknown = tokenizer.unknown_token
     total = summary.characters if unknown is None else summary.tokens
     what = "characters have no token" if unknown is None else f"tokens are {tokenizer.named(unknown)}"
-    found = f"{summary.lost:,} of {total:,} {what} ({summary.lost / total:.1%}), the first in {summary.first_loss}"
-    yield f"  lost       {found}"
+    losses = f"{summary.lost:,} of {total:,} {what} ({summary.lost / total:.1%}), the first in {summary.first_loss}"
+    yield f"  lost       {losses}"
     if summary.lost > LARGEST_LOSS * total:
-        log.warning("The tokenizer cannot encode this text: %s. Use one that encodes bytes.", found)
+        log.warning("The tokenizer cannot encode this text: %s. Use one that encodes bytes.", losses)
 
 
 def suggested_variant(tokens: int, vocab_size: int) -> str:

@@ -28,7 +28,7 @@ _JSON_BLOCK = 1 << 16
 # A cut here changes no token. Byte-level BPE first splits text into words. In the usual rules (GPT-2, cl100k, Llama 3),
 # no word continues from a letter or digit into white space, and no rule looks back.
 _SAFE_CUT = re.compile(r"(?<=[^\W_])(?=\s)")
-_CUT_SEARCH_CHARACTERS = (1 << 8, 1 << 16)
+_CUT_SEARCH_CHARACTERS = 1 << 16
 _NO_TEXT: str | list[Any] = ""
 _BETWEEN_VALUES = re.compile(r"[\s,]*")
 
@@ -159,11 +159,8 @@ def read_json_values(file: InputFile, text_field: str) -> Iterator[Document]:
 def end_of_piece(text: str, begin: int, longest: int) -> int:
     """Return the end of a piece that starts at `begin`: between words if possible, at most `longest` characters."""
     end = begin + longest
-    for searched in _CUT_SEARCH_CHARACTERS:
-        cuts = [match.start() for match in _SAFE_CUT.finditer(text, max(begin + 1, end - searched), end)]
-        if cuts:
-            return cuts[-1]
-    return end
+    cuts = [match.start() for match in _SAFE_CUT.finditer(text, max(begin + 1, end - _CUT_SEARCH_CHARACTERS), end)]
+    return cuts[-1] if cuts else end
 
 
 def _not_utf8(error: UnicodeDecodeError, offset: int, file: InputFile) -> str:
@@ -203,8 +200,8 @@ def _value_at(record: dict[str, Any], field: str) -> Any:
     if not rest or head not in record:
         return record
     inner = record[head]
-    found = _value_at(inner, rest) if isinstance(inner, dict) else inner
-    return None if inner is None else record if found is inner else found
+    value = _value_at(inner, rest) if isinstance(inner, dict) else inner
+    return None if inner is None else record if value is inner else value
 
 
 def is_chat(value: Any) -> bool:
@@ -260,7 +257,7 @@ def _describe(value: Any) -> str:
 
 
 def _remedy(value: Any, text_field: str) -> str:
-    """Return the way on from a JSON value that is no text."""
+    """Return what to do with a JSON value that is no text."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys():
         role = '{human: "user", gpt: "assistant"}[.from] // .from'
         return f"jq makes a chat of it: jq -c '.[{json.dumps(text_field)}] |= map({{role: ({role}), content: .value}})'"

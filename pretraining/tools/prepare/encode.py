@@ -38,15 +38,7 @@ from pretraining.errors import DataError
 from pretraining.files import output_errors
 from pretraining.tools.prepare.chats import ChatRenderer, Marks
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS, Document, end_of_piece
-from pretraining.tools.prepare.records import (
-    UNKNOWN_VOCABULARIES,
-    Encoder,
-    Encoding,
-    PrepareCounts,
-    UnitRecord,
-    WorkFolder,
-    read_content,
-)
+from pretraining.tools.prepare.records import Encoder, Encoding, PrepareCounts, UnitRecord, WorkFolder, read_content
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
 from pretraining.tools.prepare.units import Part, Render, Unit, read_part
 
@@ -378,21 +370,14 @@ def _convert_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
         ids = _content_as(piece, np.ndarray, encoding) if len(piece.content) else np.zeros(0, encoding.dtype)
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= encoding.largest_vocabulary):
             wrong = int(np.argmax((ids < 0) | (ids >= encoding.largest_vocabulary)))
-            found = f"token {wrong:,} of the document is {int(ids[wrong])}"
-            raise piece.error(f"{found}, but {_describe_limit(encoding, int(ids[wrong]))}")
+            raise piece.error(
+                f"token {wrong:,} of the document is {int(ids[wrong])}, but ids go from 0 to "
+                f"{encoding.largest_vocabulary - 1}: write the file again, or give --tokenizer_path or --vocab_size of "
+                "the tokenizer of these ids"
+            )
         tokens.append(ids.astype(encoding.dtype))
     lengths = np.array([len(ids) for ids in tokens])
     return _Encoded(batch, np.concatenate(tokens), lengths, PrepareCounts(input_bytes=_bytes_read(batch)), [])
-
-
-def _describe_limit(encoding: Encoding, token: int) -> str:
-    """Return the ids that are allowed, and the remedy for a token that is not."""
-    largest = encoding.largest_vocabulary - 1
-    if token < 0 or encoding.largest_vocabulary == UNKNOWN_VOCABULARIES[32]:
-        return f"token ids go from 0 to {largest}: write the file again without it"
-    if encoding.tokenizer is not None:
-        return f"the ids of the tokenizer go from 0 to {largest}: give --tokenizer_path=<the tokenizer of these ids>"
-    return f"with --vocab_size={largest + 1} ids go from 0 to {largest}: give the size of the tokenizer of these ids"
 
 
 def _content_as(piece: Document, kind: type, encoding: Encoding) -> Any:

@@ -19,13 +19,7 @@ from pathlib import Path
 from pretraining.errors import DataError
 from pretraining.files import LFS_POINTER, LFS_REMEDY
 from pretraining.tools.command_settings import COMPRESSED_ENDINGS
-from pretraining.tools.prepare.documents import (
-    Document,
-    ranges_of_lines,
-    read_json_values,
-    read_lines,
-    read_text,
-)
+from pretraining.tools.prepare.documents import Document, ranges_of_lines, read_json_values, read_lines, read_text
 from pretraining.tools.prepare.packed_files import InputFile, compression_of, open_unpacked
 from pretraining.tools.prepare.tables import ARROW, PARQUET, ranges_of_table, read_table
 
@@ -49,7 +43,6 @@ class Format:
         matches: whether the first bytes (`HEAD_BYTES`, or to the end of the first line) are of this format.
         endings: endings of names, without those of compressions, if the content matches no format.
         read: reader; None = refused with the remedy.
-        has_fields: whether a file holds many documents, in the field `--text_field`; otherwise it is one document.
         ranges: cuts a large uncompressed file into (begin, end, bytes); None = it is not cut.
         is_text: whether the format is text, which can be compressed, and be taken as one document.
         remedy: command that makes it readable; {file} and {folder} stand for the path, quoted, without and with ending.
@@ -59,10 +52,17 @@ class Format:
     matches: Callable[[bytes], bool] | None = None
     endings: tuple[str, ...] = ()
     read: Reader | None = None
-    has_fields: bool = False
     ranges: Callable[[InputFile, int], list[tuple[int, int | None, int]]] | None = None
     is_text: bool = False
     remedy: str = ""
+
+    @property
+    def has_fields(self) -> bool:
+        """Whether a file holds many documents, in the field `--text_field`; otherwise it is one document."""
+        return self.read is not None and self.name != TEXT
+
+
+TEXT, JSON = "text", "JSON"
 
 
 def _recode(encoding: str) -> str:
@@ -83,6 +83,10 @@ def _are_json_lines(head: bytes) -> bool:
     if not first.startswith(b"{") or (rest and not rest.startswith(b"{")):
         return False
     return _is_object(first) or _is_object(rest.partition(b"\n")[0])
+
+
+def _is_json_array(head: bytes) -> bool:
+    return _JSON_ARRAY.match(head.removeprefix(BOM)) is not None
 
 
 def _is_object(line: bytes) -> bool:
@@ -108,43 +112,16 @@ def _is_tar(head: bytes) -> bool:
         return False
 
 
-TEXT, JSON = "text", "JSON"
 _TO_LINES = "make JSON lines of it, an object with the text per line"
 _UNPACK = "Unpack it, and give the folder: "
 FORMATS = (
     # read: the content tells
+    Format(PARQUET, _binary(b"PAR1"), (".parquet",), read_table, ranges=ranges_of_table),
     Format(
-        PARQUET,
-        matches=_binary(b"PAR1"),
-        endings=(".parquet",),
-        read=read_table,
-        has_fields=True,
-        ranges=ranges_of_table,
+        ARROW, _starts(b"ARROW1\0\0", b"\xff\xff\xff\xff"), (".arrow", ".feather"), read_table, ranges=ranges_of_table
     ),
-    Format(
-        ARROW,
-        _starts(b"ARROW1\0\0", b"\xff\xff\xff\xff"),
-        endings=(".arrow", ".feather"),
-        read=read_table,
-        has_fields=True,
-        ranges=ranges_of_table,
-    ),
-    Format(
-        "JSON lines",
-        matches=_are_json_lines,
-        endings=(".jsonl", ".ndjson"),
-        read=read_lines,
-        has_fields=True,
-        ranges=ranges_of_lines,
-        is_text=True,
-    ),
-    Format(
-        "a JSON array",
-        matches=lambda head: _JSON_ARRAY.match(head.removeprefix(BOM)) is not None,
-        read=read_json_values,
-        has_fields=True,
-        is_text=True,
-    ),
+    Format("JSON lines", _are_json_lines, (".jsonl", ".ndjson"), read_lines, ranges=ranges_of_lines, is_text=True),
+    Format("a JSON array", _is_json_array, read=read_json_values, is_text=True),
     # refused: what people have, and the command that makes it readable
     Format("a Git LFS pointer", _starts(LFS_POINTER), remedy=LFS_REMEDY),
     Format("a tar archive", _is_tar, remedy=f"{_UNPACK}mkdir {{folder}} && tar -xf {{file}} -C {{folder}}"),
@@ -179,7 +156,7 @@ FORMATS = (
     # the name tells
     Format("CSV", endings=(".csv",), is_text=True, remedy=_to_parquet("")),
     Format("TSV", endings=(".tsv",), is_text=True, remedy=_to_parquet("sep='\\t', quoting=3, ")),
-    Format(JSON, endings=(".json",), read=read_json_values, has_fields=True, is_text=True),
+    Format(JSON, endings=(".json",), read=read_json_values, is_text=True),
     Format(TEXT, endings=("",), read=lambda file, field: read_text(file), is_text=True),
 )
 _BINARY = Format(

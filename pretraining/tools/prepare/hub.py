@@ -77,14 +77,6 @@ def column_type_of(split: HubSplit, column: str) -> pa.DataType:
     return next((rows.type for rows in _columns(split, _open_split(split), column, 1)), pa.null())
 
 
-def first_rows_of(split: HubSplit) -> pa.RecordBatch | None:
-    """Return some first rows of a split; None if it is empty."""
-    opened = _open_split(split)
-    with _errors_named(split, "it cannot be read"):
-        table = next(iter(opened.with_format("arrow").iter(batch_size=ROWS_AT_ONCE)), None)
-    return None if table is None else next(iter(table.combine_chunks().to_batches()), None)
-
-
 def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -> Iterator[Document]:
     """Yield the documents of shards (streamed) or rows (saved to disk) of a split, `size` bytes on disk.
 
@@ -146,14 +138,14 @@ def _data_files(split: HubSplit) -> list[tuple[str, int]]:
     import fsspec
 
     folder = Path(split.path).expanduser()
-    found = []
+    files = []
     with _errors_named(split, "its files cannot be listed"):
         builder = datasets.load_dataset_builder(_place(split), split.config)
         for url in (builder.config.data_files or {}).get(split.split, ()):
             system, path = fsspec.core.url_to_fs(url)
             name = Path(url).relative_to(folder.absolute()).as_posix() if is_folder(folder) else url
-            found.append((name, int(system.size(path) or 0)))
-    return found
+            files.append((name, int(system.size(path) or 0)))
+    return files
 
 
 def _place(split: HubSplit) -> str:

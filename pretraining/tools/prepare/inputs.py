@@ -2,10 +2,10 @@
 
     inputs (files, folders, globs; or Python's standard library) --> [InputFile]
 
-The order depends on the inputs and the file names only, not on the file system. A file that is named is read. From
-folders and globs, what people keep beside the text is left out, and a line says so: other splits, caches of `datasets`,
-descriptions of the data, and files with other endings. A warning names files that hold the same text: `a.jsonl` beside
-`a.jsonl.gz`, or copies under other names.
+The order depends on the inputs and the file names only, not on the file system. A file that is named is read. In
+folders and globs, some files are left out, and a line says so: other splits, caches of `datasets`, descriptions of the
+data, and files with other endings. A warning names files that hold the same text: `a.jsonl` and `a.jsonl.gz`, or copies
+under other names.
 """
 
 from __future__ import annotations

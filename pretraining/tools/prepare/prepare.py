@@ -48,7 +48,7 @@ from pretraining.tools.prepare.records import (
     read_summary,
     times_of,
 )
-from pretraining.tools.prepare.units import Input, Unit, find_input, warn_of_masks
+from pretraining.tools.prepare.units import Input, Unit, find_input
 from pretraining.tools.prepare.vocabulary import find_tokenizer, trained_tokenizer
 
 log = logging.getLogger(__name__)
@@ -87,22 +87,20 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
     rank, size = (layout.rank, layout.world_size) if layout else (0, 1)
     work = WorkFolder(Path(config.output_path).expanduser(), config.dataset_name)
     with output_errors(work.root, name_flag="--dataset or --output_path"):
-        found = find_input(config)
+        corpus = find_input(config)
         tokenizer = find_tokenizer(config, work.root)
-        found = with_template(found, tokenizer)
-        finished = read_finished(work.dataset, found.settings, tokenizer)
+        corpus = with_template(corpus, tokenizer)
+        finished = read_finished(work.dataset, corpus.settings, tokenizer)
         if finished is None:
             if rank == 0:
-                warn_of_copies(found.files)
-                if found.token_type is not None:
-                    warn_of_masks(found)
+                warn_of_copies(corpus.files)
             try:
-                return _Job(config, found, tokenizer, work, rank, size).run(_cores_of_this_process(layout))
+                return _Job(config, corpus, tokenizer, work, rank, size).run(_cores_of_this_process(layout))
             except PretrainError as error:
                 error.rank = rank or None  # other processes do not report this error
                 raise
         if rank == 0:
-            check_input(work.dataset, finished.input_content, found.parts)
+            check_input(work.dataset, finished.input_content, corpus.parts)
             work.remove()
             log.info("%s is already prepared: nothing to do.", work.dataset)
             print_summary(finished)
@@ -118,7 +116,7 @@ class _Job:
     """
 
     config: PrepareConfig
-    found: Input
+    corpus: Input
     tokenizer: Tokenizer | None
     work: WorkFolder
     rank: int
@@ -126,8 +124,8 @@ class _Job:
 
     def run(self, cores: int) -> PrepareSummary | None:
         """Encode the remaining units of this process, and finish the dataset if all units are done."""
-        began, found, work = time.monotonic(), self.found, self.work
-        share = found.units[self.rank :: self.size]
+        began, corpus, work = time.monotonic(), self.corpus, self.work
+        share = corpus.units[self.rank :: self.size]
         encoding = self._plan() if share else None
         if encoding is None:
             return None
@@ -140,7 +138,7 @@ class _Job:
         title = "encoding" if self.size == 1 else f"encoding (rank {self.rank} of {self.size})"
         progress = EncodingProgress(title, total, total - left_bytes)
         encode_units(left, encoding, work, self.config.num_workers or cores, progress.add)
-        records = [work.read_record(unit, encoding) for unit in found.units]
+        records = [work.read_record(unit, encoding) for unit in corpus.units]
         complete = [record for record in records if record is not None]
         if len(complete) == len(records):
             summary = self._finish(encoding, complete)
@@ -167,7 +165,7 @@ class _Job:
         """
         work, config, deadline = self.work, self.config, time.monotonic() + PLAN_SECONDS
         given = self.tokenizer and self.tokenizer.sha256
-        wanted = {**self.found.settings, "vocab_size": config.vocab_size, "tokenizer": given, "encoder": config.encoder}
+        wanted = self.corpus.settings | {"vocab_size": config.vocab_size, "tokenizer": given, "encoder": config.encoder}
         finished = work.dataset / MANIFEST_FILE
         while (encoding := self._read_plan(wanted)) is None and self.rank > 0 and not exists(finished):
             if time.monotonic() > deadline:
@@ -182,12 +180,12 @@ class _Job:
         if encoding is not None:
             return encoding
         work.files.mkdir(parents=True, exist_ok=True)
-        if self.tokenizer is None and self.found.token_type is None:
-            self.tokenizer = trained_tokenizer(config, self.found, work.root)
+        if self.tokenizer is None and self.corpus.token_type is None:
+            self.tokenizer = trained_tokenizer(config, self.corpus, work.root)
         encoding = self._choose_encoding()
         if self.tokenizer is not None:
             self.tokenizer.save(work.path)
-        decided = {"asked": wanted, "encoding": asdict(encoding), "input_times": times_of(self.found.parts)}
+        decided = {"asked": wanted, "encoding": asdict(encoding), "input_times": times_of(self.corpus.parts)}
         write_atomic(work.plan, json.dumps(decided))
         return encoding
 
@@ -196,7 +194,7 @@ class _Job:
         plan = read_object(self.work.plan)
         if plan.get("asked") != wanted or "encoding" not in plan:
             return None
-        if self.rank == 0 and plan["input_times"] != times_of(self.found.parts):  # train on the text as it is now
+        if self.rank == 0 and plan["input_times"] != times_of(self.corpus.parts):  # train on the text as it is now
             return None
         encoding = Encoding(**plan["encoding"] | {"skip_bad": self.config.bad_records == "skip"})
         if encoding.tokenizer is not None:
@@ -212,10 +210,10 @@ class _Job:
         return encoding
 
     def _choose_encoding(self) -> Encoding:
-        tokenizer, is_text = self.tokenizer, self.found.token_type is None
+        tokenizer, is_text = self.tokenizer, self.corpus.token_type is None
         vocabulary = tokenizer.vocab_size if tokenizer else self.config.vocab_size
         if vocabulary is None:  # unknown until all is read, so the type of the input gives the width
-            kind = self.found.token_type
+            kind = self.corpus.token_type
             vocabulary = UNKNOWN_VOCABULARIES[16 if kind is not None and kind.bit_width <= 16 else 32]
         return Encoding(
             text_field=self.config.text_field or "",
@@ -224,9 +222,9 @@ class _Job:
             tokenizer=None if tokenizer is None else tokenizer.sha256,
             encoder=choose_encoder(tokenizer, self.config.encoder) if tokenizer and is_text else None,
             skip_bad=self.config.bad_records == "skip",
-            special_tokens=self.found.settings.get("special_tokens", "text"),
-            chat_template=self.found.settings.get("chat_template", ""),
-            now=time_for(tokenizer) if tokenizer and self.found.is_chat else "",
+            special_tokens=self.corpus.settings.get("special_tokens", "text"),
+            chat_template=self.corpus.settings.get("chat_template", ""),
+            now=time_for(tokenizer) if tokenizer and self.corpus.is_chat else "",
         )
 
     def _finish(self, encoding: Encoding, records: list[UnitRecord]) -> PrepareSummary | None:
@@ -245,23 +243,23 @@ class _Job:
             raise DataError(f"{problem} cannot encode: there is nothing to train on", path=named)
         largest_token = max(record.largest_token for record in records)
         vocab_size = tokenizer.vocab_size if tokenizer else self.config.vocab_size or largest_token + 1
-        content = manifest(self.found.settings, tokenizer, vocab_size, encoding.dtype.name, records)
+        content = manifest(self.corpus.settings, tokenizer, vocab_size, encoding.dtype.name, records)
         names = [file.name for record in records for file in record.files]
         kept = {MANIFEST_FILE, INPUTS_FILE, *names, *map(record_name, names)}
         try:
             for leftover in {path.name for path in work.files.iterdir()} - kept:  # from other settings, or incomplete
                 (work.files / leftover).unlink(missing_ok=True)
-            with TemporaryDirectory(dir=work.path, ignore_cleanup_errors=True) as own:
-                write_flushed(Path(own, MANIFEST_FILE), content)
-                Path(own, MANIFEST_FILE).replace(work.files / MANIFEST_FILE)
-                contents = [each for record in records for each in record.contents]
-                write_flushed(Path(own, INPUTS_FILE), inputs_document(contents))
-                Path(own, INPUTS_FILE).replace(work.files / INPUTS_FILE)
+            with TemporaryDirectory(dir=work.path, ignore_cleanup_errors=True) as folder:
+                write_flushed(Path(folder, MANIFEST_FILE), content)
+                Path(folder, MANIFEST_FILE).replace(work.files / MANIFEST_FILE)
+                contents = [content for record in records for content in record.contents]
+                write_flushed(Path(folder, INPUTS_FILE), inputs_document(contents))
+                Path(folder, INPUTS_FILE).replace(work.files / INPUTS_FILE)
                 if tokenizer is not None:
-                    tokenizer.save(Path(own))
-                    for name in (each for each in tokenizer.contents() if not exists(work.root / each)):
+                    tokenizer.save(Path(folder))
+                    for name in (name for name in tokenizer.contents() if not exists(work.root / name)):
                         (work.root / name).parent.mkdir(exist_ok=True)
-                        Path(own, name).replace(work.root / name)
+                        Path(folder, name).replace(work.root / name)
             if tokenizer is not None and load_tokenizer(work.root).sha256 != tokenizer.sha256:
                 raise DataError(
                     "another process wrote another tokenizer meanwhile: run the command again to encode with it",

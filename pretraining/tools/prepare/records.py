@@ -11,8 +11,8 @@ A done file is written when all token files of its unit are on disk. After an in
 units that have no done file. The file `prepare.json` holds no times and no paths: the same input gives the same file.
 
 Just before a part of the input is encoded, its content is recorded in the done file of its unit. The file prepare.json
-has a digest of all records, and .inputs.json beside it the records, and the times of change that were seen with them: a
-part with another time is read again.
+has a digest of all records. The hidden file .inputs.json has the records, and the times of change that were seen with
+them: a later call reads only the parts with another time.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ class PrepareCounts:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Everything besides the input that the tokens of a unit depend on.
+    """Everything except the input that the tokens of a unit depend on.
 
     Attributes:
         largest_vocabulary: upper bound of ids.
         tokenizer: hash of the tokenizer; None if the input holds token ids of an unknown tokenizer.
         encoder: None if the input holds token ids. Units of one encoder are not reused for the other.
-        skip_bad: whether to leave out records that cannot be read; tokens of a unit without any do not depend on it.
+        skip_bad: whether to leave out records that cannot be read; a unit without bad records does not depend on it.
         special_tokens: what names of special tokens in texts become.
         chat_template: hash of the chat template; empty for other texts.
         now: time that the chat template writes; empty if it writes none.
@@ -112,8 +112,8 @@ class Encoding:
 
     def key(self, unit: Unit) -> str:
         """Return a hash of everything that the unit's token files depend on."""
-        own = asdict(replace(self, skip_bad=False))
-        text = json.dumps([_RECORD_FORMAT, own, [(part.name, part.size) for part in unit.parts]])
+        settings = asdict(replace(self, skip_bad=False))
+        text = json.dumps([_RECORD_FORMAT, settings, [(part.name, part.size) for part in unit.parts]])
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -188,7 +188,7 @@ class PrepareSummary(PrepareCounts):
 
     Attributes:
         folder: sub-folder of the root (data_path of training), which holds the tokenizer.
-        settings: everything besides the tokenizer that the content depends on.
+        settings: everything except the tokenizer that the content depends on.
         tokenizer: hash of the tokenizer; None if the input was token ids of an unknown tokenizer.
         vocab_size: upper bound of ids.
         bad_record_names: the first records that cannot be read.
@@ -217,7 +217,7 @@ def manifest(
 ) -> str:
     """Return the content of prepare.json; `tokenizer` is None for token ids of an unknown tokenizer."""
     counts = sum((record.counts for record in records), PrepareCounts())
-    contents = [each for record in records for each in record.contents]
+    contents = [content for record in records for content in record.contents]
     content = {
         "format_version": FORMAT_VERSION,
         "settings": dict(settings),
@@ -255,8 +255,8 @@ def read_summary(folder: Location) -> PrepareSummary:
         tokenizer = dict(content["tokenizer"])
         values = {**content, **tokenizer, "tokenizer": tokenizer["sha256"], "files": files}
         values |= {"folder": Path(str(folder)), "settings": dict(content["settings"]), "input_bytes": 0}
-        summary = PrepareSummary(**{each.name: values[each.name] for each in fields(PrepareSummary)})
-        counts = [getattr(summary, each.name) for each in fields(PrepareCounts)]
+        summary = PrepareSummary(**{item.name: values[item.name] for item in fields(PrepareSummary)})
+        counts = [getattr(summary, item.name) for item in fields(PrepareCounts)]
         numbers = [*counts, summary.vocab_size, *(file.bytes for file in files)]
         if {*map(type, numbers)} != {int} or not all(isinstance(token_file.name, str) for token_file in files):
             raise ValueError("a value has a wrong type")
@@ -353,7 +353,7 @@ def check_input(folder: Path, digest: str, parts: Sequence[Part]) -> None:
     now = contents_now(parts, noted)
     if digest_of_records(record for _, record in now) != digest:
         pairs = zip(parts, noted, now, strict=True)
-        changed = sorted({part.source_name for part, (_, before), (_, found) in pairs if before != found})
+        changed = sorted({part.source_name for part, (_, before), (_, after) in pairs if before != after})
         problem = f"it was prepared from other text (changed in content: {list_some(changed, 12)})"
         raise DataError(f"{problem}. {remedy_for(folder)}", path=folder)
     if now != noted:
@@ -362,7 +362,7 @@ def check_input(folder: Path, digest: str, parts: Sequence[Part]) -> None:
 
 
 def remedy_for(folder: Location) -> str:
-    """Return the way on if a dataset was made from something else."""
+    """Return what to do if a dataset was made from another input."""
     return f"Choose another --dataset or --output_path, or delete {folder} to prepare it again"
 
 

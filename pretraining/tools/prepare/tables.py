@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -70,18 +70,6 @@ def column_type(file: InputFile, column: str) -> pa.DataType:
     """Return the type of a table's column; raise a DataError if it is missing or the file cannot be read."""
     with _open_table(file, column) as table:
         return field_type(_schema_of(table), column, file.path)
-
-
-def first_rows(file: InputFile, columns: Collection[str]) -> pa.RecordBatch | None:
-    """Return some first rows of a table, with those of the columns that it has; None if it is empty."""
-    with _open_table(file) as table:
-        if isinstance(table, pq.ParquetFile):
-            present = [name for name in _schema_of(table).names if name in columns]
-            return next(table.iter_batches(ROWS_AT_ONCE, columns=present, use_threads=False), None)
-        is_file = isinstance(table, pa.RecordBatchFileReader)
-        batches = map(table.get_batch, range(table.num_record_batches)) if is_file else table
-        batch = next(iter(batches), None)
-        return None if batch is None else batch.slice(0, ROWS_AT_ONCE)
 
 
 def ranges_of_table(file: InputFile, wanted_bytes: int) -> list[tuple[int, int | None, int]]:
@@ -157,7 +145,7 @@ def _parse_json(value: Any, kind: pa.DataType) -> Any:
     if value is not None and _is_json(kind):
         return json.loads(value)
     if value is not None and _is_list(kind):
-        return [_parse_json(each, kind.value_type) for each in value]
+        return [_parse_json(item, kind.value_type) for item in value]
     if value is not None and pa.types.is_struct(kind):
         return {field.name: _parse_json(value[field.name], field.type) for field in kind}
     return value

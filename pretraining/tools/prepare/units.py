@@ -18,28 +18,18 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pretraining.data.storage.doubts import MASKS, describe_masks
 from pretraining.errors import DataError
 from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.prepare.documents import Document, even_cuts
 from pretraining.tools.prepare.formats import format_of
-from pretraining.tools.prepare.hub import (
-    HubSplit,
-    column_type_of,
-    first_rows_of,
-    local_files,
-    read_shards,
-    shards_of,
-)
+from pretraining.tools.prepare.hub import HubSplit, column_type_of, local_files, read_shards, shards_of
 from pretraining.tools.prepare.inputs import Selection, fingerprint, list_files, standard_library_files
 from pretraining.tools.prepare.packed_files import InputFile
-from pretraining.tools.prepare.tables import ARROW, PARQUET, column_type, first_rows, holds_chats, token_type
+from pretraining.tools.prepare.tables import ARROW, PARQUET, column_type, holds_chats, token_type
 
 log = logging.getLogger(__name__)
 
 _JSON_OF_CHAT = re.compile(r'\s*\[\s*\{\s*"(role|content|from|value)"\s*:')
-_MOST_LOOKED_AT = 16
-"""Tables whose first rows are looked at."""
 _LEAVE_OUT = "To leave out what cannot be read, give --bad_records=skip"
 Render = Callable[[Document], Document]
 """Makes text of a chat."""
@@ -111,7 +101,7 @@ class Input:
 
     Attributes:
         token_type: type of the token ids; None if the input is text.
-        settings: everything besides the tokenizer that the dataset depends on, for prepare.json.
+        settings: everything except the tokenizer that the dataset depends on, for prepare.json.
         files: input files; none for a Hugging Face dataset.
         is_chat: whether the input holds chats.
     """
@@ -140,7 +130,7 @@ def find_input(config: PrepareConfig) -> Input:
         split = HubSplit(config.hf_dataset, config.hf_config, config.hf_split)
         ranges, recognised_by = shards_of(split, UNIT_BYTES)
         raw = _shares(local_files(split), len(ranges))
-        parts = [Part(split, *bounds, recognised_by, own) for bounds, own in zip(ranges, raw, strict=True)]
+        parts = [Part(split, *bounds, recognised_by, share) for bounds, share in zip(ranges, raw, strict=True)]
         count, has_fields = len(parts), True
         kind = column_type_of(split, column)
         tokens, is_chat = token_type(kind, column, str(split)), holds_chats(kind)
@@ -170,19 +160,6 @@ def find_input(config: PrepareConfig) -> Input:
         problem = f"--special_tokens={config.special_tokens}: --text_field={column} holds {held}. Drop the flag"
         raise DataError(problem)
     return Input(tuple(cut_units(parts)), size, tokens, settings, files, is_chat)
-
-
-def warn_of_masks(found: Input) -> None:
-    """Log a warning if a column beside token ids masks some of them, in the first rows of a few tables."""
-    column = found.settings["text_field"]
-    sources = dict.fromkeys(part.source for part in found.parts)
-    tables = [source for source in sources if isinstance(source, HubSplit) or source.format in (PARQUET, ARROW)]
-    for table in tables[:_MOST_LOOKED_AT]:
-        rows = first_rows_of(table) if isinstance(table, HubSplit) else first_rows(table, {column, *MASKS})
-        masks = None if rows is None else describe_masks([rows], column)
-        if masks is not None:
-            log.warning("%s: %s", table.path, masks)
-            return
 
 
 def _begins_with_chat(parts: list[Part], config: PrepareConfig) -> bool:
@@ -259,15 +236,15 @@ def _parts_of(file: InputFile) -> list[Part]:
     if ranges is not None and file.size > UNIT_BYTES and file.compression is None:
         bounds = ranges(file, UNIT_BYTES)
     raw = even_cuts(file.size, len(bounds))
-    return [Part(file, *each, raw=(RawRange(file.path, *cut),)) for each, cut in zip(bounds, raw, strict=True)]
+    return [Part(file, *part, raw=(RawRange(file.path, *cut),)) for part, cut in zip(bounds, raw, strict=True)]
 
 
 def _shares(files: list[Path], count: int) -> list[tuple[RawRange, ...]]:
     """Divide whole files among `count` parts, in order."""
     shares: list[tuple[RawRange, ...]] = [()] * count
     numbered = ((number * count // len(files), path) for number, path in enumerate(files))
-    for share, own in groupby(numbered, key=lambda each: each[0]):
-        shares[share] = tuple(RawRange(path, 0, path.stat().st_size) for _, path in own)
+    for share, group in groupby(numbered, key=lambda pair: pair[0]):
+        shares[share] = tuple(RawRange(path, 0, path.stat().st_size) for _, path in group)
     return shares
 
 
@@ -279,7 +256,7 @@ def _token_type_of(files: list[InputFile], column: str) -> pa.DataType | None:
     widest = None
     for table in (file for file in files if file.format in (PARQUET, ARROW)):
         kind = token_type(column_type(table, column), column, table.path)
-        if kind is None:  # encoding reports text beside token ids
+        if kind is None:  # encoding reports a mix of text and token ids
             break
         widest = kind
         if kind.bit_width > 16:

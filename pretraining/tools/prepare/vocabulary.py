@@ -1,4 +1,4 @@
-"""The tokenizer of a root folder: found, or trained on the input.
+"""The tokenizer of a root folder: corpus, or trained on the input.
 
 All datasets of a root share one tokenizer, which is never replaced.
 """
@@ -57,7 +57,7 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
     return present if given is None or given.chat_template is None else given
 
 
-def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokenizer:
+def trained_tokenizer(config: PrepareConfig, corpus: Input, root: Path) -> Tokenizer:
     """Train a tokenizer on the input, or on a sample of a large input.
 
     Raises:
@@ -76,7 +76,7 @@ def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokeni
             )
     log.info("Training a tokenizer of %s entries (byte-level BPE) on the text.", f"{wanted:,}")
     with library_threads(config.num_workers != 1):
-        sample = training_sample(found, config.text_field or "", skip_bad=config.bad_records == "skip")
+        sample = training_sample(corpus, config.text_field or "", skip_bad=config.bad_records == "skip")
         tokenizer = train_tokenizer(sample, wanted)
     if tokenizer.vocab_size < wanted and config.vocab_size is not None:
         raise DataError(
@@ -86,14 +86,14 @@ def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokeni
 
 
 def training_sample(
-    found: Input, text_field: str, characters: int = TRAINING_SAMPLE_CHARACTERS, *, skip_bad: bool = False
+    corpus: Input, text_field: str, characters: int = TRAINING_SAMPLE_CHARACTERS, *, skip_bad: bool = False
 ) -> Iterator[str]:
     """Yield text to train on: all if it fits, else the beginning of each part, with parts in the order of a hash.
 
     Texts are cut into pieces as for encoding.
     """
-    parts = found.parts
-    everything_fits = found.size <= characters and all(part.is_plain for part in parts)
+    parts = corpus.parts
+    everything_fits = corpus.size <= characters and all(part.is_plain for part in parts)
     share = characters if everything_fits else max(characters // len(parts), PIECE_CHARACTERS)
     left = characters
     for part in sorted(parts, key=lambda part: sha256(part.name.encode("utf-8", "surrogateescape")).digest()):

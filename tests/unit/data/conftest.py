@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from unit.data.token_files import make_root
 
@@ -15,3 +17,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     return DataConfig(
         data_path=str(root), seq_length=24, sep_token=999, logical_shards=8, num_workers=0, held_out_fraction=0.2
     )
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> DataConfig:
+    """Two datasets whose files a test may change."""
+    root = make_root(tmp_path / "data", web=100, code=60)
+    return DataConfig(data_path=str(root), seq_length=16, sep_token=999, logical_shards=4, num_workers=0)

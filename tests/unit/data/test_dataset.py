@@ -13,7 +13,7 @@ from unit.data.token_files import loader, make_root, opened, plan, random_docume
 
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.dataset import build_indices, build_loader, open_datasets
-from pretraining.data.samples import SplitName
+from pretraining.data.samples import SplitName, stored_samples
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index import BLOCK_DOCUMENTS
 from pretraining.errors import ConfigError, DataError, PretrainError
@@ -121,9 +121,9 @@ def seen_of(config: DataConfig, split: SplitName) -> set[Place]:
     datasets = opened(config)
     if any(dataset.tokens(split) <= config.seq_length for dataset in datasets.datasets):
         return set()
-    made = build_loader(datasets, config, plan(50), 0, 7, 10_000, split=split)
     seen: set[Place] = set()
-    for dataset, source in zip(datasets.datasets, made.reader.sources, strict=True):
+    for dataset in datasets.datasets:
+        source = stored_samples(dataset, datasets, config, 7, split, 10_000)
         spans = source.spans(*source.samples(0, dataset.tokens(split)))  # seq_length passes
         for document in sorted(set(spans.documents.tolist())):
             file, row = dataset.index.locate(document)

@@ -15,14 +15,8 @@ from pretraining.errors import DamagedError, DataError
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> DataConfig:
-    root = make_root(tmp_path / "data", web=100, code=60)
-    return DataConfig(data_path=str(root), seq_length=16, logical_shards=4, num_workers=0)
-
-
-@pytest.fixture
-def state(config: DataConfig) -> dict[str, Any]:
-    made = loader(config, plan(8))
+def state(small: DataConfig) -> dict[str, Any]:
+    made = loader(small, plan(8))
     next(made)
     return made.state_dict()
 
@@ -52,21 +46,21 @@ def refusal(state: dict[str, Any], config: DataConfig, batch: int = 8, seed: int
         {"use_dummy_dataset": True},
     ],
 )
-def test_other_settings_are_refused_by_name(config: DataConfig, state: dict[str, Any], changes: dict[str, Any]) -> None:
-    make_root(Path(config.data_path or ""), books=40)
-    assert next(iter(changes)) in refusal(state, replace(replace(config, datasets=("web", "code")), **changes))
+def test_other_settings_are_refused_by_name(small: DataConfig, state: dict[str, Any], changes: dict[str, Any]) -> None:
+    make_root(Path(small.data_path or ""), books=40)
+    assert next(iter(changes)) in refusal(state, replace(replace(small, datasets=("web", "code")), **changes))
 
 
-def test_all_differences_are_in_one_error_with_what_may_differ(config: DataConfig, state: dict[str, Any]) -> None:
+def test_all_differences_are_in_one_error_with_what_may_differ(small: DataConfig, state: dict[str, Any]) -> None:
     state["datasets"]["web"]["settings"] = "of another release"
-    text = refusal(state | {"split": "held_out"}, replace(config, seq_length=8), seed=6)
+    text = refusal(state | {"split": "held_out"}, replace(small, seq_length=8), seed=6)
     assert text.count("\n  - ") == 4 and "--ckpt_save_path" in text
     assert all(named in text for named in ("seed", "seq_length", "split", "dataset 'web'"))
 
 
-def test_changed_files_are_refused_and_named(config: DataConfig, state: dict[str, Any]) -> None:
-    write_documents(Path(config.data_path or "") / "web/three.arrow", [[1] * 50])
-    assert "added: three.arrow" in refusal(state, config)
+def test_changed_files_are_refused_and_named(small: DataConfig, state: dict[str, Any]) -> None:
+    write_documents(Path(small.data_path or "") / "web/three.arrow", [[1] * 50])
+    assert "added: three.arrow" in refusal(state, small)
 
 
 @pytest.mark.parametrize(
@@ -81,17 +75,17 @@ def test_changed_files_are_refused_and_named(config: DataConfig, state: dict[str
         ),
     ],
 )
-def test_a_phase_that_cannot_be_is_damage(config: DataConfig, state: dict[str, Any], damage: dict[str, Any]) -> None:
-    changed = loader(config, plan(4))
+def test_a_phase_that_cannot_be_is_damage(small: DataConfig, state: dict[str, Any], damage: dict[str, Any]) -> None:
+    changed = loader(small, plan(4))
     changed.load_state_dict(state)
     state = changed.state_dict()
-    loader(config, plan(4)).load_state_dict(state)
+    loader(small, plan(4)).load_state_dict(state)
     first, second = state["phases"]
-    refusal(state | damage if damage.keys() <= state.keys() else state | {"phases": [first, second | damage]}, config)
+    refusal(state | damage if damage.keys() <= state.keys() else state | {"phases": [first, second | damage]}, small)
 
 
-def test_a_state_of_another_version_is_refused_with_what_to_do(config: DataConfig, state: dict[str, Any]) -> None:
-    text = refusal(state | {"version": 3}, config)
+def test_a_state_of_another_version_is_refused_with_what_to_do(small: DataConfig, state: dict[str, Any]) -> None:
+    text = refusal(state | {"version": 3}, small)
     assert "version 3" in text and "--weights_only=true" in text
 
 
@@ -118,10 +112,10 @@ def damaged_states(draw: st.DrawFn, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def test_any_state_is_refused_or_resumed(config: DataConfig) -> None:
-    made = loader(replace(config, skip_samples=("3-4", "100-120", "200")), plan(8))
+def test_any_state_is_refused_or_resumed(small: DataConfig) -> None:
+    made = loader(replace(small, skip_samples=("3-4", "100-120", "200")), plan(8))
     next(made)
-    other = replace(config, datasets=("web", "code"), weights=(3.0, 1.0))
+    other = replace(small, datasets=("web", "code"), weights=(3.0, 1.0))
     changed = loader(other, plan(5))
     changed.load_state_dict(made.state_dict())
     next(changed)

@@ -124,10 +124,3 @@ class Oracle:
             stream[sample * self.seq_length : (sample + 1) * self.seq_length + 1]
             for sample in range(passes * tokens // self.seq_length)
         ]
-
-    def sample_order(self, passes: int) -> list[tuple[int, int]]:
-        """(shard, sample of the shard) in the dataset's order."""
-        totals = [sum(self.lengths[document] for document in documents) for documents in self.shard_documents()]
-        return in_rounds(
-            [[number * total // self.seq_length for total in totals] for number in range(passes + 1)], self.key
-        )

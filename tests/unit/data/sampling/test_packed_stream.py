@@ -14,10 +14,11 @@ from unit.data.token_files import opened, plan
 from pretraining.config.fields import settings_of
 from pretraining.config.training import IGNORED_LABEL, DataConfig, Packing, TrainConfig
 from pretraining.data.dataset import build_loader
-from pretraining.data.sampling.packing import PACKINGS, PackedStream, bin_cache, cut_blocks, pack_block
+from pretraining.data.sampling.packing import PackedStream, bin_cache, cut_blocks, pack_block
 from pretraining.data.sampling.token_stream import Spans, order_cache
 
 KEY = (11, 22)
+PACKINGS: tuple[Packing, ...] = ("greedy", "first_fit", "best_fit")
 LENGTHS = st.lists(
     st.one_of(st.just(0), st.just(1), st.integers(0, 12), st.integers(30, 80)), min_size=1, max_size=60
 ).filter(any)

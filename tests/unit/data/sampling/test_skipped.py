@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.test_phases import go_on
-from unit.data.token_files import loader, make_root, opened, plan
+from unit.data.token_files import loader, opened, plan
 
 from pretraining.config.training import DataConfig
 from pretraining.data.loader import Loader
@@ -39,40 +38,10 @@ def test_ranges_are_sets_of_numbers(ranges: list[tuple[int, int]], position: int
     assert all(first < last for first, last in parts) and count_numbers(ranges[:1]) == len(range(*[*ranges, (0, 0)][0]))
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> DataConfig:
-    root = make_root(tmp_path / "data", web=100, code=60)
-    return DataConfig(data_path=str(root), seq_length=16, sep_token=999, logical_shards=4, num_workers=2)
-
-
 def numbers_of(made: Loader, step: int) -> list[tuple[int, int]]:
     """Return dataset and number of each sample of a step."""
     _, datasets, numbers = made.reader.mixture.assign_step(step)
     return sorted(zip(datasets.tolist(), numbers.tolist(), strict=True))
-
-
-def test_a_range_given_at_a_resume_is_logged_skipped_and_saved(config: DataConfig) -> None:
-    with loader(config, plan(8)) as plain, loader(config, plan(8)) as begun:
-        _, state = go_on([begun], None, 2)
-        asked = replace(config, skip_samples=("24-31", "33"))
-        with loader(asked, plan(8)) as skipping:
-            skipping.load_state_dict(state)
-            assert skipping.changes_at_resume == ("skipped: samples 24-31, 33-33",)
-            taken, middle = go_on([skipping], None, 4)
-            expected, _ = go_on([plain], None, 9)
-            assert taken[0] == expected[2]
-            gone = set(plain.reader.mixture.assign_step(3)[0].tolist()) | {33}
-            assert gone == {*range(24, 32), 33}
-            left_out = {*numbers_of(plain, 3), pair_of(plain, 33)}
-            used = [pair for step in range(2, 6) for pair in numbers_of(skipping, step)]
-            assert not left_out & {*used} and {
-                pair for step in (2, 4) for pair in numbers_of(plain, step)
-            } - left_out < {*used}
-        with loader(config, plan(8)) as later, loader(asked, plan(8)) as again:  # with the flag or without it
-            first, last = go_on([later], middle, 3)
-            assert (first, last) == go_on([again], middle, 3)
-            assert last["skip_samples"] == [[24, 32], [33, 34]] and again.changes_at_resume == ()
-            assert sum(end - begin for ranges in last["skipped"].values() for begin, end in ranges) == 9
 
 
 def pair_of(made: Loader, sample: int) -> tuple[int, int]:
@@ -82,16 +51,16 @@ def pair_of(made: Loader, sample: int) -> tuple[int, int]:
     return int(datasets[place]), int(numbers[place])
 
 
-def test_trained_samples_cannot_be_skipped(config: DataConfig) -> None:
-    with loader(config, plan(8)) as begun:
+def test_trained_samples_cannot_be_skipped(small: DataConfig) -> None:
+    with loader(small, plan(8)) as begun:
         _, state = go_on([begun], None, 3)
-    with loader(replace(config, skip_samples=("20-40",)), plan(8)) as made, pytest.raises(DataError, match="sample 20"):
+    with loader(replace(small, skip_samples=("20-40",)), plan(8)) as made, pytest.raises(DataError, match="sample 20"):
         made.load_state_dict(state)
 
 
-def test_inspect_shows_what_is_used_in_place_of_skipped_samples(config: DataConfig) -> None:
-    asked = replace(config, skip_samples=("4-11",), num_workers=0)
-    made, plain = loader(asked, plan(8)), loader(replace(config, num_workers=0), plan(8))
+def test_inspect_shows_what_is_used_in_place_of_skipped_samples(small: DataConfig) -> None:
+    asked = replace(small, skip_samples=("4-11",), num_workers=0)
+    made, plain = loader(asked, plan(8)), loader(replace(small, num_workers=0), plan(8))
     inspector = Inspector(made.reader, opened(asked), 16)
     assert [inspector.step_of_sample(sample) for sample in (0, 7, 8, 16)] == [1, 1, 2, 3]
     assert sorted(slot.sample_id for slot in inspector.slots(1)) == [*range(8)]

@@ -10,14 +10,7 @@ from unit.data.sampling.stream_oracle import Oracle, Place, in_rounds
 
 from pretraining.data.sampling import sample_order
 from pretraining.data.sampling.sample_order import SampleOrder
-from pretraining.data.sampling.token_stream import (
-    Shards,
-    Spans,
-    TokenStream,
-    cut_shards,
-    order_cache,
-    shard_count,
-)
+from pretraining.data.sampling.token_stream import Shards, Spans, TokenStream, cut_shards, order_cache, shard_count
 
 KEY = (11, 22)
 

@@ -13,16 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pyarrow as pa
 import pytest
-from unit.data.token_files import (
-    FLAT,
-    SEP,
-    Documents,
-    loader,
-    random_documents,
-    rows,
-    write_documents,
-    write_flat,
-)
+from unit.data.token_files import FLAT, SEP, Documents, loader, random_documents, rows, write_documents, write_flat
 
 from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_indices, open_datasets

@@ -78,12 +78,15 @@ def test_an_index_is_for_one_dataset_and_the_settings_that_decide_its_documents(
     assert len(digests) == len(changes) + 1
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_first_file_that_cannot_be_used_is_named(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_first_file_that_cannot_be_used_is_named(
+    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_folder, "usable_cores", lambda: threads)
     for number in range(9):
         write_documents(tmp_path / f"web/{number}.arrow", [[1]], column="ids" if number >= 5 else "tokens")
     with pytest.raises(DataError) as raised:
-        build_index(files(tmp_path), CONFIG, workers=workers)
+        build_index(files(tmp_path), CONFIG)
     assert raised.value.path == tmp_path / "web/5.arrow"
     assert list((tmp_path / "web/.index").iterdir()) == []
 

@@ -184,15 +184,14 @@ def test_megatron_documents_and_their_type_come_from_the_index_and_need_no_separ
         loader(replace(plain, data_path=str(tmp_path / "megatron")), plan(4)).load_state_dict(found.state_dict())
 
 
-def test_an_existing_run_keeps_reading_megatron_tokens_as_at_its_start(tmp_path: Path) -> None:
-    """Such a run has --token_dtype and --sep_token; its files have the fingerprint that they have without an index."""
+def test_with_a_type_the_tokens_of_megatron_are_read_without_the_index(tmp_path: Path) -> None:
     write_megatron(tmp_path / "web/a.bin", [[*each, SEP] for each in random_documents(60, vocab_size=900)])
-    today = replace(CONFIG, data_path=str(tmp_path), token_dtype="uint16")
-    (listing,) = list_datasets(today)
+    plain = replace(CONFIG, data_path=str(tmp_path), token_dtype="uint16")
+    (listing,) = list_datasets(plain)
     assert (listing.file_type, listing.paths) == ("bin", ("a.bin",))
-    state = loader(today, plan(2)).state_dict()
+    state = loader(plain, plan(2)).state_dict()
     (tmp_path / "web/a.idx").unlink()
-    loader(today, plan(2)).load_state_dict(state)
+    loader(plain, plan(2)).load_state_dict(state)
 
 
 def test_an_index_beside_a_single_file_is_found(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -111,14 +110,6 @@ def test_an_interrupted_preparation_encodes_again_what_has_changed(
     there = replace(config, output_path=f"{config.output_path}_elsewhere")
     assert rows(prepare(config).folder) == rows(prepare(there).folder)
     assert "a.jsonl has changed since it was encoded: encoding it again" in caplog.text
-
-
-def test_a_dataset_of_an_earlier_version_is_refused_with_what_to_do(config: PrepareConfig) -> None:
-    WRITERS["a.jsonl"](Path(config.input_path[0]) / "a.jsonl", TEXTS)
-    manifest = prepare(config).folder / "prepare.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 1}))
-    with pytest.raises(DataError, match=r"format 1, this version reads format 2.*Choose another --dataset"):
-        prepare(config)
 
 
 # Hugging Face datasets, from local folders
