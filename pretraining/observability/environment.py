@@ -34,13 +34,12 @@ def record_environment(run: Path, step: int, launcher: str, processes: Processes
     ranks = gather_from_every_rank(lambda: rank)
     if not processes.is_main:
         return
-    start = {"time": format_time(time.time()), "step": step, "launcher": launcher, "processes": processes.world_size}
+    path, start = run / LOGS / ENVIRONMENT_FILE, {"time": format_time(time.time()), "step": step, "launcher": launcher}
     software = {"python": platform.python_version(), "system": platform.platform()}
     packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in PACKAGES}
-    path = run / LOGS / ENVIRONMENT_FILE
+    record = {**start, "processes": processes.world_size, "ranks": ranks, **software, "packages": packages}
     try:
         earlier = read_json(path) if exists(path) else []
-        record = {**start, "ranks": ranks, **software, "packages": packages}
         write_atomic(path, json.dumps([*earlier, record], indent=1) + "\n")
     except (OSError, ValueError, TypeError) as error:  # not writable, or damaged
         log.warning("%s cannot be updated (%s): it lacks this start", path, error)

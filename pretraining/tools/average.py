@@ -9,7 +9,6 @@ run from it. Its manifest names the sources, and what an evaluation must know of
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -29,8 +28,6 @@ from pretraining.checkpoint.manifest import AVERAGE, EVALUATION_SETS_STATE, Mani
 from pretraining.checkpoint.own_checkpoints import newest_good
 from pretraining.checkpoint.reader import open_whole_model, read_tensor
 from pretraining.checkpoint.run_folder import (
-    CHECKPOINTS,
-    PREEMPT_SUFFIX,
     Checkpoint,
     checkpoint_path,
     checkpoints_of_run,
@@ -42,7 +39,7 @@ from pretraining.config.run_recipe import comment_of_start
 from pretraining.config.training import CheckpointConfig
 from pretraining.config.values import parse_ranges
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import atomic_folder, flush_folder, is_address, is_file, write_flushed
+from pretraining.files import atomic_folder, flush_folder, is_address, write_flushed
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import ORIGIN_FILE, parameter_shapes
 from pretraining.optim.schedules import DECAYS
@@ -61,20 +58,14 @@ def average(config: AverageConfig) -> None:
         ConfigError: the settings do not choose at least two checkpoints, or a weight for each.
         CheckpointError: too few, damaged or unlike checkpoints, or an output folder that cannot be written.
     """
-    output = Path(config.output_path)
-    inside = [
-        parent
-        for parent in output.absolute().parents
-        if is_file(parent / RUN_CONFIG_FILE) or parent.name == CHECKPOINTS
-    ]
-    if inside:
-        raise CheckpointError(f"is inside the run {run_of(inside[-1])}: give another --output_path", path=output)
     with ExitStack() as stack:
-        found = _chosen_checkpoints(config, stack)
-        weights = _weights(config, [each.manifest.step for each in found])
+        chosen = _chosen_checkpoints(config, stack)
+        weights = _weights(config, [source.manifest.step for source in chosen])
         # In one order, so that the order of arguments does not change the last bits of a sum.
-        pairs = sorted(zip(found, weights, strict=True), key=lambda pair: _place(pair[0]))
-        _write(output, [each for each, _ in pairs], [weight for _, weight in pairs])
+        order = sorted(
+            range(len(chosen)), key=lambda place: (chosen[place].manifest.step, chosen[place].path.absolute())
+        )
+        _write(Path(config.output_path), [chosen[place] for place in order], [weights[place] for place in order])
 
 
 def decay_weights(steps: Sequence[int], shape: str) -> list[float]:
@@ -102,7 +93,7 @@ def _chosen_checkpoints(config: AverageConfig, stack: ExitStack) -> list[Checkpo
         return [find_newest(_local(path, stack)) for path in config.paths]
     (source,) = config.paths
     run = _local(source, stack, with_files=False)
-    if len(checkpoints_at(run)) == 1 and checkpoints_at(run)[0] == run:
+    if checkpoints_at(run) == [run]:
         raise ConfigError(f"{source} is one checkpoint: name several, or a run with --last or --steps")
     saved = _saved_checkpoints(run)
     if config.last is not None:
@@ -136,7 +127,7 @@ def _saved_checkpoints(run: Path) -> list[Checkpoint]:
     saved = checkpoints_of_run(run_of(run))
     newest, _ = newest_good(saved)
     for checkpoint in own(newest.manifest, saved) if newest is not None else saved:
-        if checkpoint.kind != "preempt" and checkpoint.path.suffix != PREEMPT_SUFFIX:
+        if checkpoint.kind != "preempt":
             by_step[checkpoint.step] = checkpoint  # a user's copy comes before its original
     return list(by_step.values())
 
@@ -151,11 +142,6 @@ def _weights(config: AverageConfig, steps: Sequence[int]) -> list[float]:
     if len(given) != len(steps) or sum(given) <= 0:
         raise ConfigError(f"--weights has {count_of(len(given), 'number')} for {len(steps)} checkpoints, not all 0")
     return [weight / sum(given) for weight in given]
-
-
-def _place(source: CheckpointRef) -> tuple[int, str, str]:
-    """Return the key that sorts sources; manifests of Hugging Face folders may be equal."""
-    return source.manifest.step, json.dumps(source.manifest.document(), sort_keys=True), str(source.path.absolute())
 
 
 def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[float]) -> None:

@@ -35,11 +35,6 @@ LARGEST_CLUSTER = 10**6
 """GPUs."""
 
 
-def is_other_split(value: str) -> bool:
-    """Return whether a split is not the default one."""
-    return value != "train"
-
-
 def _check_text(config: PrepareConfig) -> Problems:
     given = {"--input_path": ",".join(config.input_path), "--source": config.source, "--hf_dataset": config.hf_dataset}
     named = [f"{flag}={value}" for flag, value in given.items() if value]
@@ -57,7 +52,10 @@ class PrepareConfig:
     RULES: ClassVar = Rules(
         (
             Row({"hf_config": is_on, "hf_dataset": is_off}, "name the dataset with --hf_dataset"),
-            Row({"hf_dataset": is_off, "hf_split": is_other_split}, "only --hf_dataset has it; folders have --split"),
+            Row(
+                {"hf_dataset": is_off, "hf_split": lambda split: split != "train"},
+                "only --hf_dataset has it; folders have --split",
+            ),
             Row({"split": is_on, "hf_dataset": is_on}, "the split of --hf_dataset is --hf_split"),
             Row({"split": is_on, "source": is_on}, f"this text has no splits; {DROP_ONE}"),
             Row({"text_field": [None], "hf_dataset": is_on}, "a dataset has fields: name the one with the text"),
@@ -338,6 +336,11 @@ class InspectSettings:
         return parse_ranges("steps", [self.steps or ""], smallest=1, largest=LARGEST_STEP)[0]
 
 
+def is_chosen(value: bool | int | None) -> bool:
+    """Return whether a value is neither none nor false; numbers count from 0."""
+    return value is not None and value is not False
+
+
 def _check_steps(config: InspectConfig) -> Problems:
     inspect = config.inspect
     if inspect.rank is not None and inspect.rank >= (inspect.world_size or 1):
@@ -354,14 +357,8 @@ class InspectConfig(TrainConfig):
         (
             Row({"step": [None], "sample_id": [None], "steps": [None]}, "nothing to show: give one of them"),
             *(
-                Row({"steps": is_given, name: wrong}, f"--steps summarizes whole steps; {DROP_ONE}")
-                for name, wrong in (
-                    ("step", is_given),
-                    ("sample_id", is_given),
-                    ("rank", is_given),
-                    ("tokens", is_on),
-                    ("text", is_on),
-                )
+                Row({"steps": is_given, name: is_chosen}, f"--steps summarizes whole steps; {DROP_ONE}")
+                for name in ("step", "sample_id", "rank", "tokens", "text")
             ),
         ),
         (_check_steps,),

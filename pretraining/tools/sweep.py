@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +49,6 @@ log = logging.getLogger(__name__)
 
 ARGUMENTS_FILE, OUTCOME_FILE, OUTPUT_FILE = "arguments.json", "outcome.json", "output.log"
 LONGEST_NAME = 120
-LONGEST_NAME_BYTES = 255  # of Linux's file systems
 POLL_SECONDS = 0.2
 RESULTS = ("status", "step", "tokens_seen", "loss", "evaluation_loss", "tokens_per_second_per_gpu_overall")
 NOT_IN_A_SWEEP = ("ckpt_save_path", "run_steps", "dry_run")
@@ -70,11 +70,8 @@ class Combination:
     def name(self) -> str:
         """The name of the run's folder."""
         text = ",".join(f"{name}={value}" for name, value in self.values.items())
-        safe = "".join(letter if letter.isalnum() or letter in "=,.+-_" else "-" for letter in text)
-        if safe != text or len(safe) > LONGEST_NAME or len(safe.encode()) > LONGEST_NAME_BYTES:
-            cut = safe[:LONGEST_NAME].encode()[: LONGEST_NAME_BYTES - 9].decode(errors="ignore")
-            safe = f"{cut}-{sha256(text.encode()).hexdigest()[:8]}"
-        return safe
+        safe = re.sub(r"[^A-Za-z0-9=,.+_-]", "-", text)[:LONGEST_NAME]
+        return safe if safe == text else f"{safe}-{sha256(text.encode()).hexdigest()[:8]}"
 
 
 def sweep(given: Sequence[Assignment]) -> None:

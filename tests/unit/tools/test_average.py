@@ -198,10 +198,3 @@ def test_what_cannot_be_averaged_is_refused(
         run_average(*(names.get(word, word) for word in words), f"--output_path={tmp_path / 'out'}")
     assert stopped.value.code == 1 and message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_an_average_is_not_written_into_a_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for place in ("average", "checkpoints/average"):
-        with pytest.raises(SystemExit):
-            run_average(root / "run", "--last=2", f"--output_path={root / 'run' / place}")
-        assert "is inside the run" in capsys.readouterr().err
