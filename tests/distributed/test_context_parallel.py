@@ -72,7 +72,7 @@ def alone(data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("processes", first_quick(2, 4))
-def test_ranks_that_share_sequences_report_what_one_process_does(
+def test_sharing_ranks_report_what_one_process_does(
     processes: int, alone: Path, data_path: Path, tmp_path: Path
 ) -> None:
     layouts = LAYOUTS[processes]

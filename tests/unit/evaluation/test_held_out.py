@@ -188,9 +188,7 @@ def ends_after(stopping: EarlyStopping, losses: list[float]) -> int | None:
         (2, [math.nan, math.nan], 2),
     ],
 )
-def test_a_run_stops_after_evaluations_without_a_lower_loss_also_if_it_is_resumed(
-    limit: int, losses: list[float], ends: int | None
-) -> None:
+def test_a_run_and_its_resume_stop_without_a_lower_loss(limit: int, losses: list[float], ends: int | None) -> None:
     assert ends_after(EarlyStopping(limit), losses) == ends
     for stop in range(ends or 9):
         before, after = EarlyStopping(limit, "web"), EarlyStopping(limit, "web")
@@ -318,7 +316,7 @@ def sampler_of(tmp_path: Path, *flags: str) -> TextSampler:
         (["sample_prompt=a", "bos_token=none", "sep_token=none"], [65], (0,)),
     ],
 )
-def test_a_prompt_begins_as_in_training_and_its_text_ends_at_the_end_of_the_text(
+def test_prompts_and_ends_are_those_of_training(
     tmp_path: Path, flags: list[str], prompt: list[int], ends: tuple[int, ...]
 ) -> None:
     sampler = sampler_of(tmp_path, *flags)
@@ -327,7 +325,7 @@ def test_a_prompt_begins_as_in_training_and_its_text_ends_at_the_end_of_the_text
     assert isinstance(sampler.sample(Successor(vocab_size=512), CPU), str)
 
 
-def test_a_model_with_fewer_rows_than_the_tokenizer_has_entries_is_refused_with_the_number_it_needs(
+def test_a_model_with_fewer_rows_than_the_tokenizer_is_refused_with_the_number_needed(
     tmp_path: Path,
 ) -> None:
     for flags, source in (([], "the beginning of generated text"), (["sample_prompt=a"], "--sample_prompt")):

@@ -103,7 +103,7 @@ def test_each_start_adds_a_record_of_what_it_ran_on(run: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("single_process")
-def test_a_start_needs_no_folder_and_no_sound_file(
+def test_a_start_needs_no_sound_file(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (run / "gone").mkdir()

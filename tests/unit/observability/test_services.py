@@ -277,7 +277,7 @@ def test_mlflow_gets_names_that_it_takes_and_no_two_metrics_the_same() -> None:
     assert [len(name) for name in long] == [242, 244] and len(set(long)) == 2
 
 
-def test_a_report_that_mlflow_refuses_is_lost_with_one_warning_and_later_ones_are_sent(
+def test_a_report_that_mlflow_refuses_is_lost(
     tmp_path: Path, store: FakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     trackers = opened("mlflow", tmp_path)
@@ -289,9 +289,7 @@ def test_a_report_that_mlflow_refuses_is_lost_with_one_warning_and_later_ones_ar
     assert caplog.messages[0].startswith("--tracker=mlflow cannot be written") and "lacks 2" in caplog.messages[-1]
 
 
-def test_an_error_of_the_training_fails_the_run_of_a_service(
-    tmp_path: Path, store: FakeStore, wandb: MagicMock
-) -> None:
+def test_an_error_in_training_fails_the_run_of_a_service(tmp_path: Path, store: FakeStore, wandb: MagicMock) -> None:
     services = [opened("wandb", tmp_path), opened("mlflow", tmp_path, run_id="gone")]
     for trackers in services:
         with pytest.raises(ValueError) as failed:

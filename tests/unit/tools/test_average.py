@@ -129,9 +129,7 @@ def test_weights_of_a_decay_give_what_it_would_have_made_of_each_update(steps: l
     assert sum(weights) == pytest.approx(1) and float(merged) == pytest.approx(float(constant[steps[0]] + decayed))
 
 
-def test_an_average_says_what_it_is_made_of_and_what_an_evaluation_must_know(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_average_names_its_sources_and_facts(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
     path = run_average(root / "run", "--steps=2-4", "--decay_shape=linear", f"--output_path={output}")
     found = find_newest(output)

@@ -62,7 +62,7 @@ OF_FORMS = {
 
 
 @pytest.mark.parametrize(("config", "files"), OF_FORMS.values(), ids=OF_FORMS)
-def test_an_export_through_prepared_data_is_the_tokenizer_of_the_folder(
+def test_an_export_has_the_tokenizer_of_the_folder(
     tmp_path: Path, config: dict[str, Any], files: dict[str, str]
 ) -> None:
     load = pytest.importorskip("transformers").AutoTokenizer.from_pretrained

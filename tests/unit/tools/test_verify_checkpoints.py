@@ -149,9 +149,7 @@ def without(end: str) -> Change:
         (without(f".{UP}"), f"lacks the optimizer state of {UP}"),
     ],
 )
-def test_pieces_that_do_not_make_each_tensor_once_are_named(
-    tmp_path: Path, change: Change, message: str | None
-) -> None:
+def test_missing_and_duplicate_pieces_are_named(tmp_path: Path, change: Change, message: str | None) -> None:
     faults = rewritten(tmp_path / "c", change)
     assert len(faults) == (0 if message is None else 1), faults
     assert message is None or message in faults[0]
