@@ -20,11 +20,10 @@ from pretraining.distributed.processes import Processes, gather_from_every_rank
 from pretraining.files import exists, read_json, write_atomic
 from pretraining.observability.report_file import format_time
 from pretraining.observability.throughput import device_name
-from pretraining.observability.trackers import LOGS
+from pretraining.observability.trackers import ENVIRONMENT_FILE, LOGS
 
 log = logging.getLogger(__name__)
 
-ENVIRONMENT_FILE = "environment.json"
 PACKAGES = ("pretraining", "torch", "numpy", "pyarrow", "torchdata", "tokenizers", "safetensors", "torchao", "triton")
 
 

@@ -101,15 +101,18 @@ def _chosen_checkpoints(config: AverageConfig, stack: ExitStack) -> list[Checkpo
         is_enough = len(chosen) == config.last
     else:
         ((first, last),) = parse_ranges("steps", [config.steps or ""], 0, LARGEST_STEP)
-        chosen, asked = [each for each in saved if first <= each.step <= last], f"--steps={config.steps} needs two"
+        chosen, asked = (
+            [checkpoint for checkpoint in saved if first <= checkpoint.step <= last],
+            f"--steps={config.steps} needs two",
+        )
         is_enough = len(chosen) > 1
     if not is_enough:
-        steps = list_some([str(each.step) for each in saved], 8) or "none"
+        steps = list_some([str(checkpoint.step) for checkpoint in saved], 8) or "none"
         raise CheckpointError(f"{source} holds too few checkpoints (steps {steps}): {asked}")
     if is_address(source):
-        run = _local(source, stack, names=[each.path.name for each in chosen])
+        run = _local(source, stack, names=[checkpoint.path.name for checkpoint in chosen])
         chosen = _saved_checkpoints(run)
-    return [find_newest(each.path) for each in chosen]
+    return [find_newest(checkpoint.path) for checkpoint in chosen]
 
 
 def _local(source: str, stack: ExitStack, *, with_files: bool = True, names: Sequence[str] | None = None) -> Path:
@@ -151,11 +154,15 @@ def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[flo
         check_same_model(source.manifest, shape, source.path)
         stored.append(open_whole_model(source.path, source.manifest))
     sizes = parameter_shapes(shape)
+    described = [
+        {"checkpoint": source.path.name, "step": source.manifest.step, "weight": weight}
+        for source, weight in zip(sources, weights, strict=True)
+    ]
     settings = dump_config(replace(newest.config, checkpoint=CheckpointConfig(ckpt_save_path=str(output))))
     manifest = Manifest(
         step=newest.manifest.step,
         tokens_seen=newest.manifest.tokens_seen,
-        state={AVERAGE: {"of": _described(sources, weights), **_facts_of_data(sources)}},
+        state={AVERAGE: {"of": described, **_facts_of_data(sources)}},
         global_batch_size=newest.manifest.global_batch_size,
         model=newest.manifest.model,
         config=settings,
@@ -178,27 +185,20 @@ def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[flo
         write_flushed(temporary / RUN_CONFIG_FILE, comment_of_start(output) + settings)
         flush_folder(folder.parent)
     print_text(f"{path}: the average of {count_of(len(sources), 'checkpoint')}, {format_bytes(total_bytes)}")
-    for each, weight in zip(sources, weights, strict=True):
-        print_text(f"  {weight:9.6f}  {each.path}")
+    for source, weight in zip(sources, weights, strict=True):
+        print_text(f"  {weight:9.6f}  {source.path}")
     print_text(f"  train      pretrain train {shlex.quote(f'--ckpt_load_path={output}')} --ckpt_save_path=…")
-
-
-def _described(sources: Sequence[CheckpointRef], weights: Sequence[float]) -> list[dict[str, Any]]:
-    return [
-        {"checkpoint": each.path.name, "step": each.manifest.step, "weight": weight}
-        for each, weight in zip(sources, weights, strict=True)
-    ]
 
 
 def _facts_of_data(sources: Sequence[CheckpointRef]) -> dict[str, dict[str, Any]]:
     """Return what an evaluation must know of the runs; raise a CheckpointError if it is not the same for all."""
     facts = [_facts_of(source.manifest) for source in sources]
-    for each, found in zip(sources, facts, strict=True):
-        if found != facts[0]:
+    for source, its_facts in zip(sources, facts, strict=True):
+        if its_facts != facts[0]:
             raise CheckpointError(
-                f"and {sources[0].path} have different data: {found} and {facts[0]}. An evaluation of their average "
+                f"and {sources[0].path} have different data: {its_facts} and {facts[0]}. An evaluation of their average "
                 "would not know which documents are held out",
-                path=each.path,
+                path=source.path,
             )
     return facts[0]
 

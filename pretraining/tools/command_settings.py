@@ -31,8 +31,6 @@ SMALLEST_VOCABULARY = 257
 COMPRESSED_ENDINGS = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4")
 """Allowed after any ending of a text file."""
 LARGEST_STEP = 10**12
-LARGEST_CLUSTER = 10**6
-"""GPUs."""
 
 
 def _check_text(config: PrepareConfig) -> Problems:
@@ -374,7 +372,7 @@ class PlanSettings:
     gpu: Literal["h100", "h200", "a100", "b200", "l40s", "4090"] = setting(
         "h100", "kind of GPU: h100, h200, a100, b200, l40s or 4090"
     )
-    gpus: Annotated[int, Ge(1), Le(LARGEST_CLUSTER)] = setting(8, "number of GPUs")
+    gpus: Annotated[int, Ge(1), Le(10**6)] = setting(8, "number of GPUs")
     gpus_per_node: PositiveInt = setting(8, "GPUs per node")
     network: Annotated[float, Ge(0.001)] | None = setting(
         None, "Gbit/s per node, over all of its network adapters; none = what is common with this GPU"

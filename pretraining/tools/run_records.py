@@ -35,13 +35,12 @@ from pretraining.errors import ConfigError, PretrainError
 from pretraining.files import entries_of, exists, is_folder, read_json
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.report_file import is_evaluation, number_of, read_lines
-from pretraining.observability.trackers import LOGS, METRICS_FILE
+from pretraining.observability.trackers import ENVIRONMENT_FILE, LOGS, METRICS_FILE
 from pretraining.train.run_status import read_status
 
 T = TypeVar("T")
 
 LEASE_FILE, LEASE_STALE_SECONDS = "lease.json", 60.0  # as in checkpoint/lease.py, which needs torch
-ENVIRONMENT_FILE = "environment.json"  # as in observability/environment.py, which needs torch
 
 
 class Columns:

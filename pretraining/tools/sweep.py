@@ -94,12 +94,13 @@ def sweep(given: Sequence[Assignment]) -> None:
             )
     ignore_output_errors()
     refused: list[str] = []
-    for number, each in enumerate(combinations):
-        ended = read_object(folder / each.name / OUTCOME_FILE).get("status") is not None
+    for number, combination in enumerate(combinations):
+        name = combination.name
+        ended = read_object(folder / name / OUTCOME_FILE).get("status") is not None
         if settings.only in (None, number) and not ended:
-            log.info("%d of %d  %s", number + 1, len(combinations), each.name)
-            if not _train(each, folder / each.name, settings.processes):
-                refused.append(each.name)
+            log.info("%d of %d  %s", number + 1, len(combinations), name)
+            if not _train(combination, folder / name, settings.processes):
+                refused.append(name)
             if settings.only is None:  # with --only, other jobs may write it at the same time
                 _write_csv(combinations, folder)
     if settings.only is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -197,7 +196,6 @@ def _verify_checkpoints(source: Path, threads: int) -> None:
             path=source,
         )
     for path in paths:
-        print_text(f"reading {path}", file=sys.stderr)
         faults = faults_of(path, threads)
         damaged += bool(faults)
         for fault in faults:
@@ -218,9 +216,9 @@ def faults_of(path: Path, threads: int = 1) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     misnamed = list(misnamed_files(path, manifest))
-    own = {name: entry for name, entry in manifest.files.items() if Path(name).name == name}
-    faults = file_faults(path, own, threads)
+    inside = {name: entry for name, entry in manifest.files.items() if Path(name).name == name}
+    faults = file_faults(path, inside, threads)
     try:  # the tensors are checked only if all files are good: a bad file would make each of its tensors a fault
-        return misnamed + (faults or tensor_faults(read_headers(path, own), manifest))
+        return misnamed + (faults or tensor_faults(read_headers(path, inside), manifest))
     except CheckpointError as error:
         return [*misnamed, str(error)]

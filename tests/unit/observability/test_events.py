@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from pretraining.distributed.processes import Processes
-from pretraining.observability.environment import (
-    ENVIRONMENT_FILE,
-    record_environment,
-)
+from pretraining.observability.environment import record_environment
 from pretraining.observability.events import EVENTS_FILE, Events
+from pretraining.observability.trackers import ENVIRONMENT_FILE
 
 
 def opened(run: Path) -> Events:
