@@ -97,18 +97,14 @@ def _chosen_checkpoints(config: AverageConfig, stack: ExitStack) -> list[Checkpo
         raise ConfigError(f"{source} is one checkpoint: name several, or a run with --last or --steps")
     saved = _saved_checkpoints(run)
     if config.last is not None:
-        chosen, asked = saved[-config.last :], f"--last={config.last} asks for {config.last}"
-        is_enough = len(chosen) == config.last
+        chosen, needed, flag = saved[-config.last :], config.last, f"--last={config.last}"
     else:
         ((first, last),) = parse_ranges("steps", [config.steps or ""], 0, LARGEST_STEP)
-        chosen, asked = (
-            [checkpoint for checkpoint in saved if first <= checkpoint.step <= last],
-            f"--steps={config.steps} needs two",
-        )
-        is_enough = len(chosen) > 1
-    if not is_enough:
+        chosen = [checkpoint for checkpoint in saved if first <= checkpoint.step <= last]
+        needed, flag = 2, f"--steps={config.steps}"
+    if len(chosen) < needed:
         steps = list_some([str(checkpoint.step) for checkpoint in saved], 8) or "none"
-        raise CheckpointError(f"{source} holds too few checkpoints (steps {steps}): {asked}")
+        raise CheckpointError(f"{source} holds too few checkpoints (steps {steps}): {flag} needs {needed}")
     if is_address(source):
         run = _local(source, stack, names=[checkpoint.path.name for checkpoint in chosen])
         chosen = _saved_checkpoints(run)
@@ -196,8 +192,8 @@ def _facts_of_data(sources: Sequence[CheckpointRef]) -> dict[str, dict[str, Any]
     for source, its_facts in zip(sources, facts, strict=True):
         if its_facts != facts[0]:
             raise CheckpointError(
-                f"and {sources[0].path} have different data: {its_facts} and {facts[0]}. An evaluation of their average "
-                "would not know which documents are held out",
+                f"and {sources[0].path} have different data: {its_facts} and {facts[0]}. An evaluation of their "
+                "average would not know which documents are held out",
                 path=source.path,
             )
     return facts[0]

@@ -117,22 +117,23 @@ def sweep(given: Sequence[Assignment]) -> None:
 def read_sweep(given: Sequence[Assignment]) -> tuple[SweepSettings, list[Combination]]:
     """Return the combinations of a command line; raise a ConfigError with all problems of their settings."""
     strays = Reader(SweepConfig)
-    strays.read([each for each in given if not each.name])
+    strays.read([assignment for assignment in given if not assignment.name])
     problems, fixed, varied = strays.problems, list[Assignment](), dict[str, list[str]]()
-    for each in [each for each in given if each.name]:
-        name, values = _values_of(each)
+    for assignment in [assignment for assignment in given if assignment.name]:
+        name, values = _values_of(assignment)
         if len(values) == 1:
-            fixed.append(each)
+            fixed.append(assignment)
         elif len(set(values)) < len(values):
-            problems.append(f"{each.where}: {name} has a value twice: remove one")
+            problems.append(f"{assignment.where}: {name} has a value twice: remove one")
         else:
             varied[name] = values
         if name in NOT_IN_A_SWEEP:
             problems.append(f"--{name}: remove it; a sweep trains each run to its end, in its own folder")
     if not varied and not problems:
         problems.append("no setting has several values: write --learning_rate=1e-4,3e-4, or 'a;b' for lists and text")
-    own = {setting.name for setting in settings_of(SweepConfig).values() if setting.section == "sweep"}
-    trained = [f"{each.name}={each.raw}" for each in fixed if each.section_and_name[1] not in own]
+    of_sweep = [name for name, setting in settings_of(SweepConfig).items() if setting.section == "sweep"]
+    of_runs = [assignment for assignment in fixed if assignment.section_and_name[1] not in of_sweep]
+    trained = [f"{assignment.name}={assignment.raw}" for assignment in of_runs]
     combinations: list[Combination] = []
     settings = SweepSettings()
     for texts in itertools.product(*varied.values()) if not problems else ():
@@ -247,8 +248,8 @@ def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
     newest["status"] = outcome.get("status", "not finished")
     results = {name: newest.get(name) for name in RESULTS}
     results |= {name: None for name in RESULTS[1:] if not math.isfinite(number_of(results[name]))}
-    own = {"seconds": outcome.get("seconds"), "reason": outcome.get("reason", ""), "run": str(run)}
-    return {**combination.values, **results, **own}
+    end = {"seconds": outcome.get("seconds"), "reason": outcome.get("reason", ""), "run": str(run)}
+    return {**combination.values, **results, **end}
 
 
 def _write_csv(combinations: Sequence[Combination], folder: Path) -> None:
