@@ -325,9 +325,7 @@ def test_prompts_and_ends_are_those_of_training(
     assert isinstance(sampler.sample(Successor(vocab_size=512), CPU), str)
 
 
-def test_a_model_with_fewer_rows_than_the_tokenizer_is_refused_with_the_number_needed(
-    tmp_path: Path,
-) -> None:
+def test_a_model_with_fewer_rows_than_the_tokenizer_is_refused_with_the_number_needed(tmp_path: Path) -> None:
     for flags, source in (([], "the beginning of generated text"), (["sample_prompt=a"], "--sample_prompt")):
         with pytest.raises(ConfigError, match=f"^{source} gives token .*the model has 512 rows"):
             sampler_of(tmp_path, *flags, "bos_token=700")

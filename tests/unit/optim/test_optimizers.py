@@ -104,9 +104,7 @@ def assert_follows(
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=atol if "layers" in name else 1e-6)
 
 
-def test_muon_follows_pytorch_on_hidden_matrices_and_adamw_on_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_muon_follows_pytorch_on_hidden_matrices_and_adamw_on_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon, "has_units", lambda device, dtype: True)  # PyTorch's is always in bfloat16
     theirs = make_parameters()
     hidden = {name: each for name, each in theirs.items() if "proj" in name}

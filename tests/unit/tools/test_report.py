@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ROOT
 
 from pretraining.cli import main
 from pretraining.config.read import load_train_config
@@ -195,12 +194,6 @@ def test_a_missing_package_is_one_error_that_names_it(tmp_path: Path, monkeypatc
 
 
 # A damaged record leaves a note, and the others are read
-
-
-@pytest.mark.parametrize("form", ["full", "sharded"])
-def test_the_folders_of_both_forms_are_read(form: str) -> None:
-    run = read_run(ROOT / "tests" / "golden" / "run" / form, "a")
-    assert run.state in ("finished", "preempted") and np.isfinite(run.training.last("loss"))
 
 
 @pytest.mark.parametrize(
