@@ -62,9 +62,8 @@ def average(config: AverageConfig) -> None:
         chosen = _chosen_checkpoints(config, stack)
         weights = _weights(config, [source.manifest.step for source in chosen])
         # In one order, so that the order of arguments does not change the last bits of a sum.
-        order = sorted(
-            range(len(chosen)), key=lambda place: (chosen[place].manifest.step, chosen[place].path.absolute())
-        )
+        places = range(len(chosen))
+        order = sorted(places, key=lambda place: (chosen[place].manifest.step, config.paths[place : place + 1]))
         _write(Path(config.output_path), [chosen[place] for place in order], [weights[place] for place in order])
 
 
