@@ -50,10 +50,7 @@ class PrepareConfig:
     RULES: ClassVar = Rules(
         (
             Row({"hf_config": is_on, "hf_dataset": is_off}, "name the dataset with --hf_dataset"),
-            Row(
-                {"hf_dataset": is_off, "hf_split": lambda split: split != "train"},
-                "only --hf_dataset has it; folders have --split",
-            ),
+            Row({"hf_dataset": is_off, "hf_split": lambda split: split != "train"}, "folders and files have --split"),
             Row({"split": is_on, "hf_dataset": is_on}, "the split of --hf_dataset is --hf_split"),
             Row({"split": is_on, "source": is_on}, f"this text has no splits; {DROP_ONE}"),
             Row({"text_field": [None], "hf_dataset": is_on}, "a dataset has fields: name the one with the text"),

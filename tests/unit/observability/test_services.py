@@ -168,9 +168,7 @@ def names_of(init: Any) -> dict[str, str]:
     return {name: init.kwargs[name] for name in ("project", "name", "id", "resume", "entity") if name in init.kwargs}
 
 
-def test_flags_and_earlier_starts_come_before_wandbs_own_environment_and_that_before_our_defaults(
-    tmp_path: Path, wandb: MagicMock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_come_before_wandbs_own_names(tmp_path: Path, wandb: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"WANDB_PROJECT": "theirs", "WANDB_NAME": "their-name", "WANDB_RUN_ID": "their-id", "WANDB_CONSOLE": "wrap"}
     for name, value in own.items():
         monkeypatch.setenv(name, value)

@@ -316,9 +316,7 @@ def exported(root: Path, name: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("end", [7, [7, 8]])
-def test_an_export_keeps_context_and_tokens_of_the_imported_model_and_its_card_names_where_it_is_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int | list[int]
-) -> None:
+def test_an_export_keeps_imported_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int | list[int]) -> None:
     folder = tmp_path / "snapshot"
     train_tokenizer(["text"] * 5, 260).save(single(folder, shape=replace(SHAPES["plain"], vocab_size=260)))
     document = json.loads((folder / "config.json").read_text())

@@ -104,9 +104,7 @@ def with_roberta(document: dict[str, Any]) -> None:
         (with_roberta, "given", "correct or remove it"),
     ],
 )
-def test_a_token_around_texts_with_an_id_that_is_not_its_own_is_refused_by_prepare(
-    tmp_path: Path, change: Callable[[dict[str, Any]], None], place: str, said: str
-) -> None:
+def test_wrong_ids_are_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None], place: str, said: str) -> None:
     folder = write_folder(tmp_path / place, SPECIAL, {})
     document = json.loads((folder / "tokenizer.json").read_text())
     change(document)
