@@ -170,6 +170,7 @@ def test_a_summary_counts_the_content_of_the_steps(config: InspectConfig) -> Non
         ({}, {"step", "sample_id", "steps"}),
         ({"steps": "1-2", "step": 1, "tokens": True}, {"steps", "step", "tokens"}),
         ({"steps": "1-2", "text": True}, {"steps", "text"}),
+        ({"steps": "1-2", "sample_id": 0, "rank": 0}, {"steps", "sample_id", "rank"}),
         *(({"steps": text}, {"steps"}) for text in ("5-2", "a", "0-2")),
         ({"step": 1, "rank": 2, "world_size": 2}, {"rank", "world_size"}),
         ({"step": 2, "sample_id": 3}, {"sample_id", "step", "rank"}),
