@@ -112,11 +112,6 @@ class Store:
             while piece := stream.read(PIECE_BYTES):
                 yield bytes(piece)
 
-    def size(self, name: str) -> int | None:
-        """Return the size of an object; None if the object does not exist."""
-        size: int | None = self.info(name).size
-        return size
-
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Return the size of every object in a folder by its name in it."""
         return {name: info.size for name, info in self.entries(folder).items() if info.is_file}
@@ -126,8 +121,8 @@ class Store:
         root = self._path(folder)
         selector = pyarrow.fs.FileSelector(root, recursive=recursive, allow_not_found=True)
         with self._as_store_error(folder):
-            found = self._system.get_file_info(selector)
-        return {info.path.removeprefix(root).lstrip("/"): info for info in found}
+            infos = self._system.get_file_info(selector)
+        return {info.path.removeprefix(root).lstrip("/"): info for info in infos}
 
     def info(self, name: str) -> pyarrow.fs.FileInfo:
         """Return what the store says of an object or folder."""
@@ -150,7 +145,7 @@ class Store:
         finally:
             with self._as_store_error(name):
                 stream.close()
-        written = self.size(name)
+        written = self.info(name).size  # None: there is no object
         if written != size:
             with self._as_store_error(name):
                 raise OSError(f"the object has {written or 0:,} bytes instead of {size:,}")
@@ -159,10 +154,10 @@ class Store:
         """Remove an object, or a folder with everything in it, if there is one."""
         path = self._path(name)
         with self._as_store_error(name), suppress(FileNotFoundError):
-            found = self._system.get_file_info(path).type
-            if found == pyarrow.fs.FileType.File:
+            kind = self._system.get_file_info(path).type
+            if kind == pyarrow.fs.FileType.File:
                 self._system.delete_file(path)
-            elif found == pyarrow.fs.FileType.Directory:
+            elif kind == pyarrow.fs.FileType.Directory:
                 self._system.delete_dir(path)
 
     def retry(self, action: Callable[[], T], stop: threading.Event, tries: int = 0) -> T:

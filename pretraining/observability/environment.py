@@ -20,11 +20,10 @@ from pretraining.distributed.processes import Processes, gather_from_every_rank
 from pretraining.files import exists, read_json, write_atomic
 from pretraining.observability.report_file import format_time
 from pretraining.observability.throughput import device_name
-from pretraining.observability.trackers import LOGS
+from pretraining.observability.trackers import ENVIRONMENT_FILE, LOGS
 
 log = logging.getLogger(__name__)
 
-ENVIRONMENT_FILE = "environment.json"
 PACKAGES = ("pretraining", "torch", "numpy", "pyarrow", "torchdata", "tokenizers", "safetensors", "torchao", "triton")
 
 
@@ -34,13 +33,12 @@ def record_environment(run: Path, step: int, launcher: str, processes: Processes
     ranks = gather_from_every_rank(lambda: rank)
     if not processes.is_main:
         return
-    start = {"time": format_time(time.time()), "step": step, "launcher": launcher, "processes": processes.world_size}
+    path, start = run / LOGS / ENVIRONMENT_FILE, {"time": format_time(time.time()), "step": step, "launcher": launcher}
     software = {"python": platform.python_version(), "system": platform.platform()}
     packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in PACKAGES}
-    path = run / LOGS / ENVIRONMENT_FILE
+    record = {**start, "processes": processes.world_size, "ranks": ranks, **software, "packages": packages}
     try:
         earlier = read_json(path) if exists(path) else []
-        record = {**start, "ranks": ranks, **software, "packages": packages}
         write_atomic(path, json.dumps([*earlier, record], indent=1) + "\n")
     except (OSError, ValueError, TypeError) as error:  # not writable, or damaged
         log.warning("%s cannot be updated (%s): it lacks this start", path, error)

@@ -52,15 +52,15 @@ def allowed_names(names: Iterable[str]) -> list[str]:
 
     MLflow takes letters, digits and `/ _ - . :` and blanks, and slashes as in a plain relative path.
     """
-    found: list[str] = []
+    taken: list[str] = []
     for name in names:
         allowed = re.sub(r"[^/\w.\- :]", "_", name)[: MAX_NAME - 8]
         if posixpath.normpath(allowed) != allowed or allowed.startswith(("..", "/")) or allowed == ".":
             allowed = re.sub(r"^\.+$|/", "_", allowed)
-        while allowed in found:
+        while allowed in taken:
             allowed += "_2"
-        found.append(allowed)
-    return found
+        taken.append(allowed)
+    return taken
 
 
 class MLflow:
@@ -125,27 +125,24 @@ class MLflow:
         if self._is_open:
             return
         if self.run_id is None or not self._resume_run(self.run_id):
-            self._make_run()
+            made = self._client.create_run(self._experiment(), run_name=self._tracked.name)
+            self.run_id = made.info.run_id
+            settings = plain_settings(self._tracked.config)
+            parameters = [self._entities.Param(name, str(value)) for name, value in settings.items()]
+            self._client.log_batch(self.run_id, params=parameters)
         self._is_open = True
 
     def _experiment(self) -> str:
         """Return the id of the experiment, which is made if there is none of its name."""
         name = self._tracked.given.get("project") or os.environ.get("MLFLOW_EXPERIMENT_NAME")
-        if name is None and (own := os.environ.get("MLFLOW_EXPERIMENT_ID")):
-            return own
+        if name is None and (given := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+            return given
         name = name or self._tracked.project
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             location = None if self._server else (self._folder / ARTIFACTS).as_uri()
             return str(self._client.create_experiment(name, artifact_location=location))
         return str(experiment.experiment_id)
-
-    def _make_run(self) -> None:
-        experiment_id = self._experiment()
-        self.run_id = self._client.create_run(experiment_id, run_name=self._tracked.name).info.run_id
-        settings = plain_settings(self._tracked.config)
-        parameters = [self._entities.Param(name, str(value)) for name, value in settings.items()]
-        self._client.log_batch(self.run_id, params=parameters)
 
     def _resume_run(self, run_id: str) -> bool:
         """Resume a run; return False if MLflow does not know it."""

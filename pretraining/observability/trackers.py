@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 LOGS = "logs"
 METRICS_FILE = "metrics.jsonl"
+ENVIRONMENT_FILE = "environment.json"
 DEFAULT_PROJECT = "pretraining"
 START_SECONDS = 30.0
 """Maximum wait for a tracker's start, which reveals errors and the run id."""

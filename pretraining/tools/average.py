@@ -9,7 +9,6 @@ run from it. Its manifest names the sources, and what an evaluation must know of
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -28,8 +27,6 @@ from pretraining.checkpoint.hf_import import origin_file
 from pretraining.checkpoint.manifest import AVERAGE, EVALUATION_SETS_STATE, Manifest, check_same_model, shape_of
 from pretraining.checkpoint.reader import open_whole_model, read_tensor
 from pretraining.checkpoint.run_folder import (
-    CHECKPOINTS,
-    PREEMPT_SUFFIX,
     Checkpoint,
     checkpoint_path,
     checkpoints_of_run,
@@ -41,7 +38,7 @@ from pretraining.config.run_recipe import comment_of_start
 from pretraining.config.training import CheckpointConfig
 from pretraining.config.values import parse_ranges
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import atomic_folder, flush_folder, is_address, is_file, write_flushed
+from pretraining.files import atomic_folder, flush_folder, is_address, write_flushed
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import ORIGIN_FILE, parameter_shapes
 from pretraining.optim.schedules import DECAYS
@@ -60,20 +57,13 @@ def average(config: AverageConfig) -> None:
         ConfigError: the settings do not choose at least two checkpoints, or a weight for each.
         CheckpointError: too few, damaged or unlike checkpoints, or an output folder that cannot be written.
     """
-    output = Path(config.output_path)
-    inside = [
-        parent
-        for parent in output.absolute().parents
-        if is_file(parent / RUN_CONFIG_FILE) or parent.name == CHECKPOINTS
-    ]
-    if inside:
-        raise CheckpointError(f"is inside the run {run_of(inside[-1])}: give another --output_path", path=output)
     with ExitStack() as stack:
-        found = _chosen_checkpoints(config, stack)
-        weights = _weights(config, [each.manifest.step for each in found])
+        chosen = _chosen_checkpoints(config, stack)
+        weights = _weights(config, [source.manifest.step for source in chosen])
         # In one order, so that the order of arguments does not change the last bits of a sum.
-        pairs = sorted(zip(found, weights, strict=True), key=lambda pair: _place(pair[0]))
-        _write(output, [each for each, _ in pairs], [weight for _, weight in pairs])
+        places = range(len(chosen))
+        order = sorted(places, key=lambda place: (chosen[place].manifest.step, config.paths[place : place + 1]))
+        _write(Path(config.output_path), [chosen[place] for place in order], [weights[place] for place in order])
 
 
 def decay_weights(steps: Sequence[int], shape: str) -> list[float]:
@@ -101,23 +91,22 @@ def _chosen_checkpoints(config: AverageConfig, stack: ExitStack) -> list[Checkpo
         return [find_newest(_local(path, stack)) for path in config.paths]
     (source,) = config.paths
     run = _local(source, stack, with_files=False)
-    if len(checkpoints_at(run)) == 1 and checkpoints_at(run)[0] == run:
+    if checkpoints_at(run) == [run]:
         raise ConfigError(f"{source} is one checkpoint: name several, or a run with --last or --steps")
     saved = _saved_checkpoints(run)
     if config.last is not None:
-        chosen, asked = saved[-config.last :], f"--last={config.last} asks for {config.last}"
-        is_enough = len(chosen) == config.last
+        chosen, needed, flag = saved[-config.last :], config.last, f"--last={config.last}"
     else:
         ((first, last),) = parse_ranges("steps", [config.steps or ""], 0, LARGEST_STEP)
-        chosen, asked = [each for each in saved if first <= each.step <= last], f"--steps={config.steps} needs two"
-        is_enough = len(chosen) > 1
-    if not is_enough:
-        steps = list_some([str(each.step) for each in saved], 8) or "none"
-        raise CheckpointError(f"{source} holds too few checkpoints (steps {steps}): {asked}")
+        chosen = [checkpoint for checkpoint in saved if first <= checkpoint.step <= last]
+        needed, flag = 2, f"--steps={config.steps}"
+    if len(chosen) < needed:
+        steps = list_some([str(checkpoint.step) for checkpoint in saved], 8) or "none"
+        raise CheckpointError(f"{source} holds too few checkpoints (steps {steps}): {flag} needs {needed}")
     if is_address(source):
-        run = _local(source, stack, names=[each.path.name for each in chosen])
+        run = _local(source, stack, names=[checkpoint.path.name for checkpoint in chosen])
         chosen = _saved_checkpoints(run)
-    return [find_newest(each.path) for each in chosen]
+    return [find_newest(checkpoint.path) for checkpoint in chosen]
 
 
 def _local(source: str, stack: ExitStack, *, with_files: bool = True, names: Sequence[str] | None = None) -> Path:
@@ -135,7 +124,7 @@ def _saved_checkpoints(run: Path) -> list[Checkpoint]:
     saved = checkpoints_of_run(run_of(run))
     newest, _ = newest_good(saved)
     for checkpoint in own(newest.manifest, saved) if newest is not None else saved:
-        if checkpoint.kind != "preempt" and checkpoint.path.suffix != PREEMPT_SUFFIX:
+        if checkpoint.kind != "preempt":
             by_step[checkpoint.step] = checkpoint  # a user's copy comes before its original
     return list(by_step.values())
 
@@ -152,11 +141,6 @@ def _weights(config: AverageConfig, steps: Sequence[int]) -> list[float]:
     return [weight / sum(given) for weight in given]
 
 
-def _place(source: CheckpointRef) -> tuple[int, str, str]:
-    """Return the key that sorts sources; manifests of Hugging Face folders may be equal."""
-    return source.manifest.step, json.dumps(source.manifest.document(), sort_keys=True), str(source.path.absolute())
-
-
 def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[float]) -> None:
     first, newest, origin = sources[0], sources[-1], origin_file(sources[-1].path)
     shape, stored = shape_of(first.manifest), list[StoredTensors]()
@@ -164,11 +148,15 @@ def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[flo
         check_same_model(source.manifest, shape, source.path)
         stored.append(open_whole_model(source.path, source.manifest))
     sizes = parameter_shapes(shape)
+    described = [
+        {"checkpoint": source.path.name, "step": source.manifest.step, "weight": weight}
+        for source, weight in zip(sources, weights, strict=True)
+    ]
     settings = dump_config(replace(newest.config, checkpoint=CheckpointConfig(ckpt_save_path=str(output))))
     manifest = Manifest(
         step=newest.manifest.step,
         tokens_seen=newest.manifest.tokens_seen,
-        state={AVERAGE: {"of": _described(sources, weights), **_facts_of_data(sources)}},
+        state={AVERAGE: {"of": described, **_facts_of_data(sources)}},
         global_batch_size=newest.manifest.global_batch_size,
         model=newest.manifest.model,
         config=settings,
@@ -191,27 +179,20 @@ def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[flo
         write_flushed(temporary / RUN_CONFIG_FILE, comment_of_start(output) + settings)
         flush_folder(folder.parent)
     print_text(f"{path}: the average of {count_of(len(sources), 'checkpoint')}, {format_bytes(total_bytes)}")
-    for each, weight in zip(sources, weights, strict=True):
-        print_text(f"  {weight:9.6f}  {each.path}")
+    for source, weight in zip(sources, weights, strict=True):
+        print_text(f"  {weight:9.6f}  {source.path}")
     print_text(f"  train      pretrain train {shlex.quote(f'--ckpt_load_path={output}')} --ckpt_save_path=…")
-
-
-def _described(sources: Sequence[CheckpointRef], weights: Sequence[float]) -> list[dict[str, Any]]:
-    return [
-        {"checkpoint": each.path.name, "step": each.manifest.step, "weight": weight}
-        for each, weight in zip(sources, weights, strict=True)
-    ]
 
 
 def _facts_of_data(sources: Sequence[CheckpointRef]) -> dict[str, dict[str, Any]]:
     """Return what an evaluation must know of the runs; raise a CheckpointError if it is not the same for all."""
     facts = [_facts_of(source.manifest) for source in sources]
-    for each, found in zip(sources, facts, strict=True):
-        if found != facts[0]:
+    for source, its_facts in zip(sources, facts, strict=True):
+        if its_facts != facts[0]:
             raise CheckpointError(
-                f"and {sources[0].path} have different data: {found} and {facts[0]}. An evaluation of their average "
-                "would not know which documents are held out",
-                path=each.path,
+                f"and {sources[0].path} have different data: {its_facts} and {facts[0]}. An evaluation of their "
+                "average would not know which documents are held out",
+                path=source.path,
             )
     return facts[0]
 

@@ -31,13 +31,6 @@ SMALLEST_VOCABULARY = 257
 COMPRESSED_ENDINGS = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4")
 """Allowed after any ending of a text file."""
 LARGEST_STEP = 10**12
-LARGEST_CLUSTER = 10**6
-"""GPUs."""
-
-
-def is_other_split(value: str) -> bool:
-    """Return whether a split is not the default one."""
-    return value != "train"
 
 
 def _check_text(config: PrepareConfig) -> Problems:
@@ -57,7 +50,7 @@ class PrepareConfig:
     RULES: ClassVar = Rules(
         (
             Row({"hf_config": is_on, "hf_dataset": is_off}, "name the dataset with --hf_dataset"),
-            Row({"hf_dataset": is_off, "hf_split": is_other_split}, "only --hf_dataset has it; folders have --split"),
+            Row({"hf_dataset": is_off, "hf_split": lambda split: split != "train"}, "folders and files have --split"),
             Row({"split": is_on, "hf_dataset": is_on}, "the split of --hf_dataset is --hf_split"),
             Row({"split": is_on, "source": is_on}, f"this text has no splits; {DROP_ONE}"),
             Row({"text_field": [None], "hf_dataset": is_on}, "a dataset has fields: name the one with the text"),
@@ -340,6 +333,11 @@ class InspectSettings:
         return parse_ranges("steps", [self.steps or ""], smallest=1, largest=LARGEST_STEP)[0]
 
 
+def is_chosen(value: bool | int | None) -> bool:
+    """Return whether a value is neither none nor false; numbers count from 0."""
+    return value is not None and value is not False
+
+
 def _check_steps(config: InspectConfig) -> Problems:
     inspect = config.inspect
     if inspect.rank is not None and inspect.rank >= (inspect.world_size or 1):
@@ -356,14 +354,8 @@ class InspectConfig(TrainConfig):
         (
             Row({"step": [None], "sample_id": [None], "steps": [None]}, "nothing to show: give one of them"),
             *(
-                Row({"steps": is_given, name: wrong}, f"--steps summarizes whole steps; {DROP_ONE}")
-                for name, wrong in (
-                    ("step", is_given),
-                    ("sample_id", is_given),
-                    ("rank", is_given),
-                    ("tokens", is_on),
-                    ("text", is_on),
-                )
+                Row({"steps": is_given, name: is_chosen}, f"--steps summarizes whole steps; {DROP_ONE}")
+                for name in ("step", "sample_id", "rank", "tokens", "text")
             ),
         ),
         (_check_steps,),
@@ -379,7 +371,7 @@ class PlanSettings:
     gpu: Literal["h100", "h200", "a100", "b200", "l40s", "4090"] = setting(
         "h100", "kind of GPU: h100, h200, a100, b200, l40s or 4090"
     )
-    gpus: Annotated[int, Ge(1), Le(LARGEST_CLUSTER)] = setting(8, "number of GPUs")
+    gpus: Annotated[int, Ge(1), Le(10**6)] = setting(8, "number of GPUs")
     gpus_per_node: PositiveInt = setting(8, "GPUs per node")
     network: Annotated[float, Ge(0.001)] | None = setting(
         None, "Gbit/s per node, over all of its network adapters; none = what is common with this GPU"

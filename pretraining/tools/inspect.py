@@ -64,7 +64,8 @@ def inspect_command(given: Sequence[Assignment]) -> None:
     """
     if given and not given[0].name:
         given = [replace(given[0], name="ckpt_load_path"), *given[1:]]
-    _inspect_given(translate(InspectConfig, given))
+    with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
+        _inspect_given(translate(InspectConfig, given))
 
 
 def _inspect_given(given: Sequence[Assignment]) -> None:
@@ -84,9 +85,9 @@ def _inspect_given(given: Sequence[Assignment]) -> None:
     named = None if typed.values.get("weights_only") else source or request  # with weights_only, a new run starts
     if request is not None:
         save_path = typed.values.get("ckpt_save_path", CheckpointConfig().ckpt_save_path)
-        found = _find_named(source or save_path, request, is_required=source is not None)
-        if found is not None:
-            given, named = _load_from(given, found), found
+        checkpoint = _find_named(source or save_path, request, is_required=source is not None)
+        if checkpoint is not None:
+            given, named = _load_from(given, checkpoint), checkpoint
     # The manifest alone determines the samples: a checkpoint with damaged tensors can be inspected.
     if named is None:
         config = read(InspectConfig, given).config
@@ -97,10 +98,9 @@ def _inspect_given(given: Sequence[Assignment]) -> None:
         path = newest_run_path(named)
         start = find_newest(Path(path))
         recorded = parse_recipe(start.manifest.config, f"config of {start.path}")
-        settings = [each for each in recorded if each.section_and_name[1] not in _OF_A_START]
+        settings = [assignment for assignment in recorded if assignment.section_and_name[1] not in _OF_A_START]
         config = read(InspectConfig, [*settings, *given]).config
-    with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
-        config = complete(config, start)
+    config = complete(config, start)
     # A run that takes only the weights starts its data from the beginning.
     manifest = start.manifest if start and not start.weights_only else None
     state, size = (manifest.data, manifest.global_batch_size) if manifest else (None, None)
@@ -109,21 +109,27 @@ def _inspect_given(given: Sequence[Assignment]) -> None:
 
 def _load_from(given: Sequence[Assignment], path: str, request: str | None = None) -> list[Assignment]:
     """Replace what the command line says about the start point."""
-    others = [each for each in given if each.source != COMMAND_LINE or each.section_and_name[1] not in _WHERE_FROM]
+    others = [
+        assignment
+        for assignment in given
+        if assignment.source != COMMAND_LINE or assignment.section_and_name[1] not in _WHERE_FROM
+    ]
     where_from = {"ckpt_load_path": path} | ({} if request is None else {"resume_from_checkpoint": request})
     return [*others, *assign(where_from)]
 
 
 def _find_named(run: str | None, request: str, *, is_required: bool) -> str | None:
     """Return the checkpoint with this step, name or path in a run, as `train` finds it."""
-    folder = None if run is None else run_of(Path(newest_run_path(run)))
-    found = None if folder is None else named_checkpoint(folder, request)
-    if found is None and folder is not None and is_required:
+    if run is None:
+        return None
+    folder = run_of(Path(newest_run_path(run)))
+    path = named_checkpoint(folder, request)
+    if path is None and is_required:
         names = ", ".join(checkpoint.path.name for checkpoint in checkpoints_of_run(folder)) or "none"
         raise CheckpointError(
             f"--resume_from_checkpoint={request} is no checkpoint of the run in {folder}, which holds {names}"
         )
-    return None if found is None else str(found)
+    return None if path is None else str(path)
 
 
 def inspect(config: InspectConfig, state: Mapping[str, Any] | None = None, restored_batch: int | None = None) -> None:
@@ -136,9 +142,7 @@ def inspect(config: InspectConfig, state: Mapping[str, Any] | None = None, resto
         ConfigError: contradictory settings.
         DataError: data that cannot be read, or whose order differs from that of the checkpoint.
     """
-    options = config.inspect
-    with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
-        inspector = _open(config, state, restored_batch)
+    options, inspector = config.inspect, _open(config, state, restored_batch)
     if options.steps is None:
         _print_slots(config, inspector)
         return
@@ -168,9 +172,7 @@ def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch
             log.info(text, size)
     opened = None
     if not config.data.use_dummy_dataset:
-        listing = list_datasets(config.data)
-        listing = build_indices(listing, config.data)
-        opened = open_datasets(listing, config.data)
+        opened = open_datasets(build_indices(list_datasets(config.data), config.data), config.data)
         warn_about_datasets(opened, config.data)
     vocab_size = resolve_shape(config.model).vocab_size
     loader = build_loader(opened, config.data, _plan_of(size, dims), 0, config.run.seed, vocab_size)

@@ -8,7 +8,6 @@ The folders are only read, so the page of a running run can be made at any time.
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import logging
@@ -24,22 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, is_folder, output_errors, write_atomic
 from pretraining.observability.report_file import number_of
 from pretraining.text import format_seconds
 from pretraining.tools.command_settings import PageConfig
-from pretraining.tools.run_records import (
-    SWEEP_FILE,
-    Columns,
-    RunRecord,
-    read_runs,
-    runs_of_sweep,
-    seconds_of,
-    settings_as_text,
-)
+from pretraining.tools.run_records import Columns, RunRecord, read_runs, runs_of_sweep, seconds_of, settings_as_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +45,7 @@ STYLE = """
 :root { font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 75rem; margin: auto; padding: 1rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); gap: 1rem; }
-figure { margin: 0; } .wide { grid-column: 1 / -1; } figure svg { width: 100%; height: auto; }
+figure { margin: 0; } figure svg { width: 100%; height: auto; }
 div.scroll { overflow-x: auto; } table { border-collapse: collapse; margin: 0.5rem 0 1.5rem; }
 td, th { text-align: left; padding: 0.2rem 0.8rem 0.2rem 0; border-bottom: 1px solid #8885; vertical-align: top; }
 td { overflow-wrap: anywhere; min-width: 4rem; font-variant-numeric: tabular-nums; white-space: pre-wrap; }
@@ -107,12 +97,12 @@ def report(config: PageConfig) -> None:
     except ImportError:
         raise ConfigError("pretrain report needs matplotlib: pip install matplotlib") from None
     runs = read_runs(config.run_path)
-    sweep = Path(config.run_path[0]) if len(config.run_path) == 1 and runs_of_sweep(Path(config.run_path[0])) else None
-    folder = Path() if len(config.run_path) > 1 else sweep or runs[0].path
+    first = Path(config.run_path[0])
+    folder = Path() if len(config.run_path) > 1 else first if runs_of_sweep(first) else runs[0].path
     path = Path(config.output_path) if config.output_path else folder / PAGE
     if is_folder(path) or path.suffix != ".html":
         raise ConfigError(f"--output_path={path} must be a file that ends in .html")
-    _write(path, render(runs, sweep).encode("utf-8", "replace"))
+    _write(path, render(runs).encode("utf-8", "replace"))
     for run in runs:
         for note in run.notes:
             log.info("%s: %s", run.name, note)
@@ -129,20 +119,17 @@ def _write(path: Path, content: bytes) -> None:
         write_atomic(path, content)
 
 
-def render(runs: Sequence[RunRecord], sweep: Path | None = None) -> str:
-    """Return the HTML page of one or more runs; `sweep` is the folder of the sweep that they belong to."""
+def render(runs: Sequence[RunRecord]) -> str:
+    """Return the HTML page of one or more runs."""
     title = escape(", ".join(run.name for run in runs))
     notes = "".join(f"<li>{escape(run.name)}: {escape(note)}</li>" for run in runs for note in run.notes)
     colours: dict[str, str] = {}
     plots = PLOTS if len(runs) == 1 else (replace(PLOTS[0], numbers="loss|evaluation_loss"), OF_SETS, *PLOTS[1:])
     figures = [_figure(plot, runs, colours) for plot in (*plots, *_custom_plots(runs))]
-    figures += [_norms_figure(run) for run in runs]
     sections = [
         ("", f"<ul>{notes}</ul>" if notes else ""),
-        ("Sweep, the best run first", "" if sweep is None else _table(_sweep(sweep))),
         ("Summary", _table(_summary(runs))),
         ("Curves", f'<div class="plots">{"".join(figures)}</div>' if any(figures) else "The runs have no reports yet."),
-        ("Mixture", _table(_mixture(runs))),
         ("Events", _table(_events(runs))),
         ("Settings that differ" if len(runs) > 1 else "Settings that are not defaults", _table(_settings(runs))),
         ("Changes between starts", _table(_changes(runs))),
@@ -194,37 +181,6 @@ def _figure(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str]) -> s
         return ""
     svg = _draw(plot, runs, colours, "svg").decode()
     return f"<figure>{svg[svg.index('<svg') :]}</figure>"
-
-
-def _norms_figure(run: RunRecord) -> str:
-    """Return gradients and outputs of all blocks over steps as HTML; empty without norms by block."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    parts = {part: [name for name in run.training if name.startswith(f"norms/{part}/")] for part in ("grad", "output")}
-    measured = np.isfinite(run.training[next(iter(parts["output"]), "step")])
-    if not all(parts.values()) or not measured.any():
-        return ""
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}):
-        figure = Figure(figsize=(12.0, 1.5 + 0.16 * max(map(len, parts.values()))), layout="constrained")
-        for axes, (part, names) in zip(figure.subplots(1, 2), parts.items(), strict=True):
-            norms = np.stack([run.training[name][measured] for name in names])
-            steps = run.training["step"][measured]
-            with np.errstate(divide="ignore"):
-                image = axes.pcolormesh(np.arange(len(steps) + 1), np.arange(len(names) + 1), np.log10(norms))
-            axes.set_yticks(np.arange(len(names)) + 0.5, [name.rpartition("/")[2] for name in names])
-            places = np.unique(np.linspace(0, len(steps) - 1, 6).astype(int))
-            axes.set_xticks(places + 0.5, [f"{steps[place]:.0f}" for place in places])
-            axes.invert_yaxis()
-            figure.colorbar(image, ax=axes, label="log10")
-            axes.set_title(
-                f"{run.name}: {'gradient norm' if part == 'grad' else 'root mean square of the output'} by block"
-            )
-            axes.set_xlabel("step")
-        content = io.StringIO()
-        figure.savefig(content, format="svg", metadata={"Date": None})
-    svg = content.getvalue()
-    return f'<figure class="wide">{svg[svg.index("<svg") :]}</figure>'
 
 
 def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: str) -> bytes:
@@ -305,7 +261,7 @@ def downsample(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[
 
 def _mark(axes: Axes, run: RunRecord, axis: str, is_named: bool) -> None:
     """Draw a vertical line at the newest restarts, rollbacks and changes of the mixture."""
-    marked = [each for each in run.events if each.get("event") in MARKED and number_of(each["step"]) > 0]
+    marked = [event for event in run.events if event.get("event") in MARKED and number_of(event["step"]) > 0]
     steps, positions = run.training["step"], run.training[axis]
     for event in marked[-MOST_MARKS:]:
         place = np.searchsorted(steps, event["step"])
@@ -317,15 +273,6 @@ def _mark(axes: Axes, run: RunRecord, axis: str, is_named: bool) -> None:
 
 
 # Tables: each function yields the head first
-
-
-def _sweep(folder: Path) -> Iterator[Sequence[object]]:
-    """Yield the rows of sweep.csv, the lowest loss first: on the evaluation sets if there are any."""
-    rows = list(csv.DictReader(io.StringIO(read_text(folder / SWEEP_FILE, SWEEP_FILE))))
-    kind = "evaluation_loss" if any(row.get("evaluation_loss") for row in rows) else "loss"
-    yield tuple(rows[0]) if rows else ()
-    for row in sorted(rows, key=lambda row: float(row.get(kind) or "inf")):
-        yield tuple(row.values())
 
 
 def _summary(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
@@ -362,14 +309,6 @@ def _median(values: NDArray[np.float64]) -> float:
 
 def _format(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else ""
-
-
-def _mixture(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
-    yield ("run", "steps", "dataset", "asked", "realised", "samples")
-    for run in runs:
-        for part in run.mixture:
-            steps = f"{part.first_step:,} to {part.end_step:,}"
-            yield run.name, steps, part.dataset, f"{part.asked:.2%}", f"{part.realised:.2%}", f"{part.samples:,}"
 
 
 def _events(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:

@@ -5,7 +5,6 @@
     logs/events.jsonl             events
     logs/environment.json         environment of each start
     config.yaml                   settings
-    checkpoints/                  mixture, from the newest checkpoint
 
 A missing or damaged file leaves its part of the record empty, and adds a line to `RunRecord.notes`. This module does
 not import torch.
@@ -26,26 +25,22 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pretraining.checkpoint.manifest import Manifest
-from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE, checkpoints_of_run, read_document, run_of
+from pretraining.checkpoint.run_folder import CHECKPOINTS, STATUS_FILE, run_of
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.recipe_files import RUN_CONFIG_FILE, settings_in
 from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
-from pretraining.data.resume import restored_mixture
-from pretraining.data.sampling.mixture import count_numbers
-from pretraining.errors import CheckpointError, ConfigError, PretrainError
+from pretraining.errors import ConfigError, PretrainError
 from pretraining.files import entries_of, exists, is_folder, read_json
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.report_file import is_evaluation, number_of, read_lines
-from pretraining.observability.trackers import LOGS, METRICS_FILE
+from pretraining.observability.trackers import ENVIRONMENT_FILE, LOGS, METRICS_FILE
 from pretraining.train.run_status import read_status
 
 T = TypeVar("T")
 
 LEASE_FILE, LEASE_STALE_SECONDS = "lease.json", 60.0  # as in checkpoint/lease.py, which needs torch
-ENVIRONMENT_FILE = "environment.json"  # as in observability/environment.py, which needs torch
 
 
 class Columns:
@@ -81,24 +76,6 @@ class Columns:
         return float(known[-1]) if len(known) else math.nan
 
 
-@dataclass(frozen=True)
-class MixturePart:
-    """The share of a dataset in a phase of the run.
-
-    Attributes:
-        first_step, end_step: steps of the phase, end excluded.
-        asked: share by the weights.
-        realised: share of the samples trained on.
-    """
-
-    first_step: int
-    end_step: int
-    dataset: str
-    asked: float
-    samples: int
-    realised: float
-
-
 @dataclass
 class RunRecord:
     """The contents of a run's folder.
@@ -122,7 +99,6 @@ class RunRecord:
     events: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     environments: list[dict[str, str]] = field(default_factory=list)
-    mixture: list[MixturePart] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -185,8 +161,6 @@ def read_run(folder: Path, name: str) -> RunRecord:
     run.environments = try_read(
         f"{LOGS}/{ENVIRONMENT_FILE}", lambda path: [flatten(record) for record in read_json(path)], []
     )
-    if is_folder(folder / CHECKPOINTS):
-        run.mixture = try_read(CHECKPOINTS, lambda _: _newest_mixture(folder), [])
     return run
 
 
@@ -226,36 +200,3 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             texts[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value)
     return texts
-
-
-def _newest_mixture(folder: Path) -> list[MixturePart]:
-    for checkpoint in reversed(checkpoints_of_run(folder)):
-        try:
-            return mixture_of(read_document(checkpoint.path))
-        except CheckpointError:  # `pretrain verify` reports the fault
-            continue
-    return []
-
-
-def mixture_of(manifest: Manifest) -> list[MixturePart]:
-    """Return the planned and realised share of each dataset up to a checkpoint; empty with a single dataset.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError, IndexError: damaged data state.
-    """
-    if not manifest.data:
-        return []
-    mixture = restored_mixture(manifest.data)
-    if len(mixture.names) < 2:
-        return []
-    ends = [*(phase.first_step for phase in mixture.phases[1:]), manifest.step]
-    parts = []
-    for (phase, ranges), end in zip(mixture.taken(0, manifest.step), ends, strict=False):  # the last may have no steps
-        samples = {name: count_numbers(ranges[name]) for name in phase.weights}
-        total, weights = sum(samples.values()), sum(phase.weights.values())
-        parts += [
-            MixturePart(phase.first_step, end, name, phase.weights[name] / weights, count, count / total)
-            for name, count in samples.items()
-            if total
-        ]
-    return parts

@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +49,6 @@ log = logging.getLogger(__name__)
 
 ARGUMENTS_FILE, OUTCOME_FILE, OUTPUT_FILE = "arguments.json", "outcome.json", "output.log"
 LONGEST_NAME = 120
-LONGEST_NAME_BYTES = 255  # of Linux's file systems
 POLL_SECONDS = 0.2
 RESULTS = ("status", "step", "tokens_seen", "loss", "evaluation_loss", "tokens_per_second_per_gpu_overall")
 NOT_IN_A_SWEEP = ("ckpt_save_path", "run_steps", "dry_run")
@@ -70,11 +70,8 @@ class Combination:
     def name(self) -> str:
         """The name of the run's folder."""
         text = ",".join(f"{name}={value}" for name, value in self.values.items())
-        safe = "".join(letter if letter.isalnum() or letter in "=,.+-_" else "-" for letter in text)
-        if safe != text or len(safe) > LONGEST_NAME or len(safe.encode()) > LONGEST_NAME_BYTES:
-            cut = safe[:LONGEST_NAME].encode()[: LONGEST_NAME_BYTES - 9].decode(errors="ignore")
-            safe = f"{cut}-{sha256(text.encode()).hexdigest()[:8]}"
-        return safe
+        safe = re.sub(r"[^A-Za-z0-9=,.+_-]", "-", text)[:LONGEST_NAME]
+        return safe if safe == text else f"{safe}-{sha256(text.encode()).hexdigest()[:8]}"
 
 
 def sweep(given: Sequence[Assignment]) -> None:
@@ -97,12 +94,13 @@ def sweep(given: Sequence[Assignment]) -> None:
             )
     ignore_output_errors()
     refused: list[str] = []
-    for number, each in enumerate(combinations):
-        ended = read_object(folder / each.name / OUTCOME_FILE).get("status") is not None
+    for number, combination in enumerate(combinations):
+        name = combination.name
+        ended = read_object(folder / name / OUTCOME_FILE).get("status") is not None
         if settings.only in (None, number) and not ended:
-            log.info("%d of %d  %s", number + 1, len(combinations), each.name)
-            if not _train(each, folder / each.name, settings.processes):
-                refused.append(each.name)
+            log.info("%d of %d  %s", number + 1, len(combinations), name)
+            if not _train(combination, folder / name, settings.processes):
+                refused.append(name)
             if settings.only is None:  # with --only, other jobs may write it at the same time
                 _write_csv(combinations, folder)
     if settings.only is None:
@@ -119,22 +117,23 @@ def sweep(given: Sequence[Assignment]) -> None:
 def read_sweep(given: Sequence[Assignment]) -> tuple[SweepSettings, list[Combination]]:
     """Return the combinations of a command line; raise a ConfigError with all problems of their settings."""
     strays = Reader(SweepConfig)
-    strays.read([each for each in given if not each.name])
+    strays.read([assignment for assignment in given if not assignment.name])
     problems, fixed, varied = strays.problems, list[Assignment](), dict[str, list[str]]()
-    for each in [each for each in given if each.name]:
-        name, values = _values_of(each)
+    for assignment in [assignment for assignment in given if assignment.name]:
+        name, values = _values_of(assignment)
         if len(values) == 1:
-            fixed.append(each)
+            fixed.append(assignment)
         elif len(set(values)) < len(values):
-            problems.append(f"{each.where}: {name} has a value twice: remove one")
+            problems.append(f"{assignment.where}: {name} has a value twice: remove one")
         else:
             varied[name] = values
         if name in NOT_IN_A_SWEEP:
             problems.append(f"--{name}: remove it; a sweep trains each run to its end, in its own folder")
     if not varied and not problems:
         problems.append("no setting has several values: write --learning_rate=1e-4,3e-4, or 'a;b' for lists and text")
-    own = {setting.name for setting in settings_of(SweepConfig).values() if setting.section == "sweep"}
-    trained = [f"{each.name}={each.raw}" for each in fixed if each.section_and_name[1] not in own]
+    of_sweep = [name for name, setting in settings_of(SweepConfig).items() if setting.section == "sweep"]
+    of_runs = [assignment for assignment in fixed if assignment.section_and_name[1] not in of_sweep]
+    trained = [f"{assignment.name}={assignment.raw}" for assignment in of_runs]
     combinations: list[Combination] = []
     settings = SweepSettings()
     for texts in itertools.product(*varied.values()) if not problems else ():
@@ -249,8 +248,8 @@ def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
     newest["status"] = outcome.get("status", "not finished")
     results = {name: newest.get(name) for name in RESULTS}
     results |= {name: None for name in RESULTS[1:] if not math.isfinite(number_of(results[name]))}
-    own = {"seconds": outcome.get("seconds"), "reason": outcome.get("reason", ""), "run": str(run)}
-    return {**combination.values, **results, **own}
+    end = {"seconds": outcome.get("seconds"), "reason": outcome.get("reason", ""), "run": str(run)}
+    return {**combination.values, **results, **end}
 
 
 def _write_csv(combinations: Sequence[Combination], folder: Path) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +29,6 @@ from pretraining.checkpoint.run_folder import (
     misnamed_files,
     read_document,
     run_of,
-    unfinished_saves,
 )
 from pretraining.checkpoint.start_point import checkpoints_at
 from pretraining.config.training import DataConfig
@@ -40,7 +38,7 @@ from pretraining.data.storage.doubts import warn_about_splits
 from pretraining.data.storage.index_folder import read_local, recorded_indices
 from pretraining.data.storage.token_format import DocumentLayout, contiguous_bytes, load_format, width_problem
 from pretraining.errors import CheckpointError, DataError, PretrainError
-from pretraining.files import file_checksum
+from pretraining.files import file_checksum, path_error
 from pretraining.launch.terminal import print_text
 from pretraining.object_store import location
 from pretraining.text import count_of, format_bytes
@@ -81,7 +79,7 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
     warn_about_splits(listing, data)
     prepared = [] if config.datasets else prepared_folders(location(data.data_path or "").absolute())
     empty = sorted({str(folder) for folder in prepared} - {files.folder for files in listing})
-    faults = _print_faults([DataError(f"has a {MANIFEST_FILE} but no token files", path=folder) for folder in empty])
+    faults = _print_faults(DataError(f"has a {MANIFEST_FILE} but no token files", path=folder) for folder in empty)
     faults += sum(_verify_dataset(files, data, config.vocab_size, threads) for files in listing)
     count = count_of(sum(len(files.paths) for files in listing), "file")
     if faults:
@@ -101,8 +99,7 @@ def _verify_dataset(files: DatasetFiles, data: DataConfig, vocab_size: int | Non
         faults += _print_faults([error])
     # If a single file is the dataset, prepare.json may list other files.
     gone = [] if files.is_file else sorted(written.keys() - set(files.paths))
-    missing = [DataError(f"is missing: {MANIFEST_FILE} lists it", path=f"{files.folder}/{name}") for name in gone]
-    faults += _print_faults(missing)
+    faults += _print_faults(DataError(f"is missing: {MANIFEST_FILE} lists it", path=files.root / name) for name in gone)
     token_format, reports = load_format(files.file_type, data), list[FileReport]()
 
     def check(number: int) -> FileReport:
@@ -115,6 +112,8 @@ def _verify_dataset(files: DatasetFiles, data: DataConfig, vocab_size: int | Non
                 return FileReport(faults, len(layout.lengths), int(layout.lengths.sum()), record)
         except PretrainError as error:
             return FileReport([*faults, error])
+        except OSError as error:
+            return FileReport([path_error(error, files.path(number))])
 
     with ThreadPoolExecutor(threads) as pool:
         for report in pool.map(check, range(len(files.paths))):
@@ -131,22 +130,16 @@ def _verify_dataset(files: DatasetFiles, data: DataConfig, vocab_size: int | Non
 
 
 def _changes_of(files: DatasetFiles, number: int, local: Path, written: Mapping[str, TokenFile]) -> list[DataError]:
-    """Return how the bytes of a file differ from those that were listed and written; raise if it cannot be read."""
+    """Return how the bytes of a file differ from those that were written; raise an OSError if it cannot be read."""
+    # Read before it is mapped: a disk error raises here, but kills a process that uses a mapped file.
+    checksum, size = file_checksum(local)
     path, entry = files.path(number), written.get(files.paths[number])
-    try:
-        # Read before it is mapped: a disk error raises here, but kills a process that uses a mapped file.
-        checksum, size = file_checksum(local)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror or error}", path=path) from error
-    problems = []
     if written and entry is None:
-        problems.append(f"is not listed in {MANIFEST_FILE}")
-    if size != files.sizes[number]:
-        problems.append(f"has changed since it was listed: it had {files.sizes[number]:,} bytes, now {size:,}")
-    if entry is not None and (size, checksum) != (entry.bytes, entry.crc32):
-        change = f"{entry.bytes:,} bytes of checksum {entry.crc32}; now {size:,} bytes of checksum {checksum}"
-        problems.append(f"has changed since `pretrain prepare` wrote {change}")
-    return [DataError(problem, path=path) for problem in problems]
+        return [DataError(f"is not listed in {MANIFEST_FILE}", path=path)]
+    if entry is None or (size, checksum) == (entry.bytes, entry.crc32):
+        return []
+    change = f"{entry.bytes:,} bytes of checksum {entry.crc32}; now {size:,} bytes of checksum {checksum}"
+    return [DataError(f"has changed since `pretrain prepare` wrote {change}", path=path)]
 
 
 def _changes_since_indexing(files: DatasetFiles, data: DataConfig, reports: list[FileReport]) -> list[DataError]:
@@ -162,10 +155,11 @@ def _changes_since_indexing(files: DatasetFiles, data: DataConfig, reports: list
     ]
 
 
-def _print_faults(faults: Sequence[PretrainError]) -> int:
-    for fault in faults:
-        print_text(str(fault))
-    return len(faults)
+def _print_faults(faults: Iterable[PretrainError]) -> int:
+    texts = list(map(str, faults))
+    for text in texts:
+        print_text(text)
+    return len(texts)
 
 
 def _wrong_tokens(path: str, layout: DocumentLayout, vocab_size: int | None) -> list[DataError]:
@@ -207,7 +201,6 @@ def _verify_checkpoints(source: Path, threads: int) -> None:
             path=source,
         )
     for path in paths:
-        print_text(f"reading {path}", file=sys.stderr)
         faults = faults_of(path, threads)
         damaged += bool(faults)
         for fault in faults:
@@ -216,8 +209,6 @@ def _verify_checkpoints(source: Path, threads: int) -> None:
             manifest = read_document(path)
             size = format_bytes(sum((path / name).stat().st_size for name in manifest.files))
             print_text(f"{path}: step {manifest.step}, {count_of(len(manifest.files), 'file')}, {size}: no faults")
-    for path in unfinished_saves(run_of(source)):
-        print_text(f"{path} is an unfinished save: training ignores it, and it is no fault")
     if damaged:
         raise CheckpointError(f"damaged: {damaged} of {count_of(len(paths), 'checkpoint')}; faults are listed above")
 
@@ -230,9 +221,9 @@ def faults_of(path: Path, threads: int = 1) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     misnamed = list(misnamed_files(path, manifest))
-    own = {name: entry for name, entry in manifest.files.items() if Path(name).name == name}
-    faults = file_faults(path, own, threads)
+    inside = {name: entry for name, entry in manifest.files.items() if Path(name).name == name}
+    faults = file_faults(path, inside, threads)
     try:  # the tensors are checked only if all files are good: a bad file would make each of its tensors a fault
-        return misnamed + (faults or tensor_faults(read_headers(path, own), manifest))
+        return misnamed + (faults or tensor_faults(read_headers(path, inside), manifest))
     except CheckpointError as error:
         return [*misnamed, str(error)]

@@ -60,9 +60,7 @@ def command_line(root: Path, flags: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_message_and_status_one(
-    name: str, workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_message_and_code_1(name: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags, fragments = MISTAKES[name]
     kinds = [[], ["--dry_run=true"]] if name != "no place to write" else [[]]  # a dry run writes nothing
     for also in kinds:

@@ -12,7 +12,7 @@ from training_runs import EVERY_SWITCH, losses_of, metrics_of, train_runs
 # Six steps on two datasets, whose documents end at places that no chunk knows of, and an evaluation of each.
 COMMON = [
     *("datasets=first,second", "weights=3,1", "num_steps=6", "global_batch_size=4", "batch_size=2"),
-    *("held_out_fraction=0.1", "eval_interval=3", "eval_batches=3"),
+    *("held_out_fraction=0.1", "eval_interval=3", "eval_batches=3", "norms_interval=3"),
 ]
 KINDS = {
     "stream": [],
@@ -45,7 +45,7 @@ TIMES = ("seconds", "per_", "share", "gib")  # parts of the names of values that
 
 
 def assert_same_reports(run: Path, expected: Path) -> None:
-    """Every reported number of two runs is the same, evaluations included, to rounding in float32."""
+    """Every reported number of two runs is the same, with evaluations and norms by block, to rounding in float32."""
     lines, others = (
         [
             {
@@ -58,7 +58,8 @@ def assert_same_reports(run: Path, expected: Path) -> None:
         for path in (run, expected)
     )
     assert len(lines) == 8 and {"grad_norm", "loss/second", "token_accuracy"} <= lines[0].keys()
-    assert any("evaluation_loss/second" in line for line in lines)
+    for name in ("evaluation_loss/second", "norms/update/head", "norms/output/layers.0"):
+        assert any(name in line for line in lines)
     for line, other in zip(lines, others, strict=True):
         assert line == pytest.approx(other, rel=2e-5), run.name
 
@@ -72,7 +73,7 @@ def alone(data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("processes", first_quick(2, 4))
-def test_ranks_that_share_sequences_report_what_one_process_does(
+def test_sharing_ranks_report_what_one_process_does(
     processes: int, alone: Path, data_path: Path, tmp_path: Path
 ) -> None:
     layouts = LAYOUTS[processes]

@@ -86,9 +86,7 @@ def test_every_number_of_processes_finds_and_writes_the_same(data: Path, tmp_pat
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_a_resume_with_other_processes_and_another_batch_has_the_same_evaluation_loss(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_resume_with_other_processes_and_batch_has_the_same_evaluation_loss(data: Path, tmp_path: Path) -> None:
     """Nothing is learnt, so the losses are those of the same weights; 15 sequences do not divide by 7."""
     still = [*flags(data), "learning_rate=0", "early_stopping_evaluations=9", f"ckpt_save_path={tmp_path}"]
     train_runs(1, data, [[*still, "num_steps=2", "eval_batches=3", "global_batch_size=5"]])

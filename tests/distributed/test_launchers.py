@@ -105,9 +105,7 @@ def test_processes_know_their_places_and_meet(command: str, launcher: str, reque
     assert (first["master_addr"], first["master_port"]) == (second["master_addr"], second["master_port"])
 
 
-def test_a_shell_of_srun_pty_trains_alone_and_an_srun_in_it_starts_all_tasks(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
+def test_a_shell_of_srun_pty_trains_alone_and_srun_in_it_starts_all_tasks(slurm: SlurmCluster, tmp_path: Path) -> None:
     train = f"{sys.executable} {MAIN} {' '.join(SHORT)} --ckpt_save_path={tmp_path}/shell"
     first = "[[ $SLURM_PROCID == 0 ]] || exit 0"  # the other tasks of a shell find no input, and end
     inside = f"{first}; {train} && {REPORTING} && srun --overlap -n 2 {REPORTING}"

@@ -34,7 +34,7 @@ def starts(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_starts_like_one_process_and_takes_the_estimated_memory(
+def test_a_layout_starts_like_one_process_in_the_estimated_memory(
     starts: dict[str, dict[str, Any]], layout: str
 ) -> None:
     assert layout in starts, starts["output"]["text"]

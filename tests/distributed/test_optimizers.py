@@ -58,9 +58,7 @@ def test_the_losses_are_those_of_one_process(
         assert losses_of(tmp_path / strategy / name) == pytest.approx(on_one[name], rel=1e-5), (strategy, name)
 
 
-def test_a_run_resumes_with_another_number_of_processes(
-    on_one: dict[str, list[float]], data_path: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumes_on_other_processes(on_one: dict[str, list[float]], data_path: Path, tmp_path: Path) -> None:
     names = ("muon", "nadam", "sgdm")
     for processes, strategy, steps in ((1, "ddp", 2), (2, "fsdp", 2), (4, "hsdp", 1), (2, "ddp", 1)):
         more = [f"run_steps={steps}", f"sharding_strategy={strategy}"]

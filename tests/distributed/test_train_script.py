@@ -87,9 +87,7 @@ def test_a_failed_run_is_restarted_and_a_stopped_one_is_not(stand_in: StandIn, c
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("time_is_over", "starts"), [(False, 3), (True, 1)])
-def test_a_stopped_elastic_job_restarts_within_its_time_limit(
-    stand_in: StandIn, time_is_over: bool, starts: int
-) -> None:
+def test_a_stopped_elastic_job_restarts_in_its_time_limit(stand_in: StandIn, time_is_over: bool, starts: int) -> None:
     note = "from pathlib import Path\nPath(os.environ['PRETRAINING_TIME_IS_OVER']).touch()\n"
     program = stand_in.root / "main_training.py"
     program.write_text(program.read_text().replace("sys.exit(int(", f"{note if time_is_over else ''}sys.exit(int("))

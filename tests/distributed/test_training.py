@@ -31,9 +31,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("processes", "steps"), first_quick((2, 30), (1, 15), (3, 15), (4, 15)))
-def test_the_loss_curve_is_the_golden_one_on_every_layout(
-    processes: int, steps: int, data_path: Path, tmp_path: Path
-) -> None:
+def test_every_layout_has_the_golden_loss_curve(processes: int, steps: int, data_path: Path, tmp_path: Path) -> None:
     runs = {strategy: tmp_path / strategy for strategy in LAYOUTS[processes]}
     settings = []
     for strategy, run in runs.items():
@@ -48,9 +46,7 @@ def test_the_loss_curve_is_the_golden_one_on_every_layout(
 
 
 @pytest.mark.parametrize("processes", first_quick(2, 3))
-def test_replicas_in_low_precision_sum_the_gradients_of_one_process(
-    processes: int, data_path: Path, tmp_path: Path
-) -> None:
+def test_low_precision_replicas_sum_gradients_of_one_process(processes: int, data_path: Path, tmp_path: Path) -> None:
     runs = {
         kind: ["num_steps=4", "global_batch_size=6", "batch_size=1", "sharding_strategy=ddp", *flags]
         for kind, flags in {

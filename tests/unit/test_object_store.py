@@ -15,9 +15,9 @@ from pretraining.object_store import Store, StoreError, StorePath
 
 def test_objects_are_read_whole_in_pieces_and_by_ranges(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}/store")
-    assert store.sizes() == {} and store.size("a/b") is None and store.read("a/b") is None
+    assert store.sizes() == {} and store.info("a/b").size is None and store.read("a/b") is None
     store.write("a/b", [b"0123", b"456789"])
-    assert store.sizes() == {"a/b": 10} and store.size("a/b") == 10
+    assert store.sizes() == {"a/b": 10} and store.info("a/b").size == 10
     assert store.read("a/b") == b"".join(store.read_pieces("a/b")) == b"0123456789"
     opened = store.open("a/b")
     assert opened is not None and store.read_at("a/b", opened[0], 3, 4) == b"3456"

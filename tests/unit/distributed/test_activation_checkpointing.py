@@ -64,9 +64,7 @@ def test_the_recomputed_operations_agree_with_counted_ones(plain: Llama, selecti
 
 
 @pytest.mark.parametrize(("selective", "times"), [(None, 1), ("op", 1), ("1", 2)])
-def test_varlen_attention_is_recomputed_only_with_the_whole_block(
-    plain: Llama, selective: str | None, times: int
-) -> None:
+def test_varlen_attention_is_recomputed_only_with_its_block(plain: Llama, selective: str | None, times: int) -> None:
     with emulated_varlen() as calls:
         checkpointed(plain, selective)(*batch(), None, (10, 54, 64))[0].backward()
     layers = SHAPE.num_hidden_layers

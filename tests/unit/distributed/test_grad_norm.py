@@ -27,7 +27,7 @@ def test_the_norm_covers_all_gradients_and_shows_a_value_that_is_not_finite(pois
 
 @pytest.mark.parametrize("scale", [1.0, 64.0])
 @pytest.mark.parametrize(("threshold", "norm_after"), [(1.0, 1.0), (10.0, 5.0), (0.0, 5.0)])
-def test_clipping_shortens_a_long_gradient_and_undoes_the_scale_of_the_loss(
+def test_clipping_shortens_long_gradients_and_undoes_the_scale(
     threshold: float, norm_after: float, scale: float
 ) -> None:
     gradients = [scale * gradient for gradient in gradients_of_norm_five()]

@@ -99,9 +99,7 @@ def test_a_process_has_a_device_of_its_own_or_is_refused(
 
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_shared_values_are_one_step_old_and_every_reduction_is_waited_for(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_values_are_one_step_old_and_reductions_are_awaited(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
 
     def all_reduce(offered: torch.Tensor, op: object, async_op: bool) -> SimpleNamespace:

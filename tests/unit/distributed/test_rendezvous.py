@@ -79,9 +79,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("have_come", [False, True], ids=["to come", "to be connected"])
-def test_missing_ranks_are_logged_every_half_minute_and_in_the_error(
-    have_come: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_ranks_are_in_the_log_and_in_the_error(have_come: bool, caplog: pytest.LogCaptureFixture) -> None:
     rendezvous = rendezvous_of(0, 3, Deadline(timedelta(seconds=100), clock=ticking()))
     with pytest.raises(LaunchError) as error:
         if have_come:
@@ -186,7 +184,7 @@ def test_if_one_process_cannot_connect_all_raise_its_error(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("own", "chosen"), [("", "eth1"), ("ib0", "ib0")])
-def test_gloo_gets_the_interface_to_other_machines_unless_the_user_chose_one(
+def test_gloo_gets_the_interface_unless_the_user_chose_one(
     own: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous_module, "address_towards", lambda hosts: "10.0.0.1" if "10.0.0.2" in hosts else "")

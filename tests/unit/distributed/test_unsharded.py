@@ -106,9 +106,7 @@ def train(model: ParallelModel, steps: int = STEPS) -> list[Tensor]:
         (TIED, torch.float16, True),
     ],
 )
-def test_losses_norms_and_parameters_are_those_of_fully_shard(
-    shape: LlamaShape, dtype: torch.dtype, low_cpu_fsdp: bool
-) -> None:
+def test_training_has_the_bits_of_fully_shard(shape: LlamaShape, dtype: torch.dtype, low_cpu_fsdp: bool) -> None:
     config = ParallelConfig(low_cpu_fsdp=low_cpu_fsdp)
     sharded, whole = (train(make_model(shape, dtype, is_sharded, config)) for is_sharded in (True, False))
     assert len(sharded) == len(whole)

@@ -65,7 +65,7 @@ SILENT: list[Answer] = [{1: beat(count=3), 2: beat(count=4)}, {1: beat(count=3),
         ([None], [1], 10.0, 10),  # the store does not answer
     ],
 )
-def test_a_hang_is_a_timeout_without_progress_of_any_process(
+def test_a_hang_is_a_time_without_progress(
     answers: list[Answer], progress: list[int], timeout: float, looks: int
 ) -> None:
     """Update every second, at most 200 times; the last progress and the last answer stay."""
@@ -83,9 +83,7 @@ def test_a_hang_is_a_timeout_without_progress_of_any_process(
     ("device", "doing", "counts"),
     [("cpu", "starting", True), ("cuda", "starting", True), ("cpu", "training", True), ("cuda", "training", False)],
 )
-def test_steps_and_bytes_are_progress_and_cpu_time_until_the_first_step(
-    tmp_path: Path, device: str, doing: str, counts: bool
-) -> None:
+def test_steps_bytes_and_first_cpu_time_are_progress(tmp_path: Path, device: str, doing: str, counts: bool) -> None:
     """A host that waits for its GPU spins, which does not count as progress."""
     watched = replace(processes(1), device=torch.device(device))
     watched.activity.turn_to(doing)
@@ -162,9 +160,7 @@ def test_others_read_the_heartbeat_and_the_threads_stop_before_the_block_ends(si
     assert set(threading.enumerate()) == before
 
 
-def test_a_thread_blocked_by_the_store_does_not_block_the_end_of_a_run(
-    single_process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_blocked_by_the_store_blocks_no_exit(single_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_module, "STORE_TIMEOUT_SECONDS", 0.05)
     release = threading.Event()
     for name in ("publish", "_read"):

@@ -274,7 +274,7 @@ def sampler_of(tmp_path: Path, *flags: str) -> TextSampler:
         (["sample_prompt=a", "bos_token=none", "sep_token=none"], [65], (0,)),
     ],
 )
-def test_a_prompt_begins_as_in_training_and_its_text_ends_at_the_end_of_the_text(
+def test_prompts_and_ends_are_those_of_training(
     tmp_path: Path, flags: list[str], prompt: list[int], ends: tuple[int, ...]
 ) -> None:
     sampler = sampler_of(tmp_path, *flags)
@@ -283,9 +283,7 @@ def test_a_prompt_begins_as_in_training_and_its_text_ends_at_the_end_of_the_text
     assert isinstance(sampler.sample(Successor(vocab_size=512), CPU), str)
 
 
-def test_a_model_with_fewer_rows_than_the_tokenizer_has_entries_is_refused_with_the_number_it_needs(
-    tmp_path: Path,
-) -> None:
+def test_a_model_with_fewer_rows_than_the_tokenizer_is_refused_with_the_number_needed(tmp_path: Path) -> None:
     for flags, source in (([], "the beginning of generated text"), (["sample_prompt=a"], "--sample_prompt")):
         with pytest.raises(ConfigError, match=f"^{source} gives token .*the model has 512 rows"):
             sampler_of(tmp_path, *flags, "bos_token=700")

@@ -303,7 +303,7 @@ def test_a_stop_ends_the_forwards_and_an_error_of_the_asker_or_of_a_forward_is_r
         scorer().serve(model, swallows, never)
 
 
-def test_a_line_says_how_far_long_evaluations_are(
+def test_long_evaluations_log_progress(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("pretraining.evaluation.scoring.SECONDS_BETWEEN_LINES", 0.0)

@@ -81,9 +81,7 @@ def test_the_user_decides_and_a_value_of_torchrun_is_ignored(
         ({"OMP_WAIT_POLICY": "PASSIVE"}, None),
     ],
 )
-def test_waiting_threads_spin_for_a_short_time_unless_the_user_decides(
-    environ: dict[str, str], count: str | None
-) -> None:
+def test_waiting_threads_spin_briefly_unless_the_user_decides(environ: dict[str, str], count: str | None) -> None:
     set_threads(None, layout_of(), environ)
     assert environ.get("GOMP_SPINCOUNT") == count
 

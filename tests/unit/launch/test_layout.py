@@ -126,9 +126,7 @@ DERIVED = -1
         ({**REMOTE, **LOCAL}, (1, 2, 0, 1, "environment", "node01", 29500)),
     ],
 )
-def test_each_launcher_gives_its_layout(
-    environ: dict[str, str], layout: tuple[int, int, int, int, str, str, int]
-) -> None:
+def test_each_launcher_has_a_layout(environ: dict[str, str], layout: tuple[int, int, int, int, str, str, int]) -> None:
     found = resolve(environ, proxy=4711)
     *expected, port = layout
     assert [*place(found), found.launcher, found.master_addr] == expected
@@ -171,7 +169,7 @@ def test_missing_and_contradictory_launcher_variables_are_named(environ: dict[st
         resolve(environ)
 
 
-def test_a_shell_of_srun_is_one_process_and_an_srun_inside_it_is_a_job(
+def test_a_shell_of_srun_is_one_process_and_srun_in_it_is_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout_module, "_TERMINAL", str(tmp_path / "none"))

@@ -61,9 +61,7 @@ MACHINE = MachineMemory(48 * GIB, 64 * GIB, "this machine")
         ({**UNLIMITED, "cgroup/memory/memory.limit_in_bytes": ""}, MACHINE, 8),
     ],
 )
-def test_a_control_group_limits_memory_and_cores(
-    files: dict[str, str], memory: MachineMemory, cores: int, system: Path
-) -> None:
+def test_a_control_group_is_a_limit(files: dict[str, str], memory: MachineMemory, cores: int, system: Path) -> None:
     write(system, files)
     assert (machine_memory(), usable_cores()) == (memory, cores)
 

@@ -22,9 +22,7 @@ log = logging.getLogger(f"{PACKAGE}.some.module")
 
 
 @pytest.mark.parametrize(("rank", "out"), [(0, "step 1\n"), (3, "")])
-def test_rank_0_prints_info_and_every_rank_prints_warnings_with_its_number(
-    rank: int, out: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rank_0_prints_info_and_each_rank_its_warnings(rank: int, out: str, capsys: pytest.CaptureFixture[str]) -> None:
     log_to_terminal(rank)
     log.info("step %d", 1)
     log.warning("disk %s", "slow")

@@ -57,7 +57,7 @@ def model_of(config: dict[str, Any], folder: Path) -> Any:
         ("llama", {"layer_types": FULL}, None),
     ],
 )
-def test_a_window_is_read_as_transformers_reads_it_and_an_export_has_the_same(
+def test_windows_are_those_of_transformers(
     family: str, entries: dict[str, Any], window: int | None, tmp_path: Path
 ) -> None:
     config = document(family, **entries)

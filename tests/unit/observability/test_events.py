@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from pretraining.distributed.processes import Processes
-from pretraining.observability.environment import (
-    ENVIRONMENT_FILE,
-    record_environment,
-)
+from pretraining.observability.environment import record_environment
 from pretraining.observability.events import EVENTS_FILE, Events
+from pretraining.observability.trackers import ENVIRONMENT_FILE
 
 
 def opened(run: Path) -> Events:
@@ -103,7 +101,7 @@ def test_each_start_adds_a_record_of_what_it_ran_on(run: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("single_process")
-def test_a_start_needs_no_folder_and_no_sound_file(
+def test_a_start_needs_no_sound_file(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (run / "gone").mkdir()

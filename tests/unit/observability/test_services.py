@@ -168,9 +168,7 @@ def names_of(init: Any) -> dict[str, str]:
     return {name: init.kwargs[name] for name in ("project", "name", "id", "resume", "entity") if name in init.kwargs}
 
 
-def test_flags_and_earlier_starts_come_before_wandbs_own_environment_and_that_before_our_defaults(
-    tmp_path: Path, wandb: MagicMock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_come_before_wandbs_own_names(tmp_path: Path, wandb: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"WANDB_PROJECT": "theirs", "WANDB_NAME": "their-name", "WANDB_RUN_ID": "their-id", "WANDB_CONSOLE": "wrap"}
     for name, value in own.items():
         monkeypatch.setenv(name, value)
@@ -277,7 +275,7 @@ def test_mlflow_gets_names_that_it_takes_and_no_two_metrics_the_same() -> None:
     assert [len(name) for name in long] == [242, 244] and len(set(long)) == 2
 
 
-def test_a_report_that_mlflow_refuses_is_lost_with_one_warning_and_later_ones_are_sent(
+def test_a_report_that_mlflow_refuses_is_lost(
     tmp_path: Path, store: FakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     trackers = opened("mlflow", tmp_path)
@@ -289,9 +287,7 @@ def test_a_report_that_mlflow_refuses_is_lost_with_one_warning_and_later_ones_ar
     assert caplog.messages[0].startswith("--tracker=mlflow cannot be written") and "lacks 2" in caplog.messages[-1]
 
 
-def test_an_error_of_the_training_fails_the_run_of_a_service(
-    tmp_path: Path, store: FakeStore, wandb: MagicMock
-) -> None:
+def test_an_error_in_training_fails_the_run_of_a_service(tmp_path: Path, store: FakeStore, wandb: MagicMock) -> None:
     services = [opened("wandb", tmp_path), opened("mlflow", tmp_path, run_id="gone")]
     for trackers in services:
         with pytest.raises(ValueError) as failed:

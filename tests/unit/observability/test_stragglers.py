@@ -25,9 +25,7 @@ from pretraining.observability.stragglers import StragglerWatch, find_stragglers
         ([0.0, 0.9], 100, {1: 0.01}),
     ],
 )
-def test_a_process_with_more_work_than_others_is_named(
-    shares: list[float], samples: int, named: dict[int, float]
-) -> None:
+def test_a_process_with_more_work_is_named(shares: list[float], samples: int, named: dict[int, float]) -> None:
     found = find_stragglers(shares, samples, factor=1.5)
     assert found == pytest.approx(named) and list(found) == list(named)
 

@@ -43,7 +43,7 @@ def metrics_in(folder: Path, restored_step: int) -> Sink:
     return open_metrics(folder / METRICS_FILE, restored_step)
 
 
-def test_a_resumed_run_drops_the_lines_that_it_repeats_and_a_new_one_all(
+def test_a_resume_drops_lines_that_it_repeats_and_a_new_run_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.time", lambda: 1e9)
@@ -182,7 +182,7 @@ def queued(tracker: Any) -> QueuedSink:
 @pytest.mark.parametrize(
     "error", [ConnectionResetError("the service has hung up"), KeyError("a mistake of mine"), SystemExit("it has left")]
 )
-def test_a_tracker_that_fails_ends_nothing_and_is_one_warning_and_what_it_lacks(
+def test_a_failing_tracker_is_one_warning(
     error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(Service):
@@ -221,7 +221,7 @@ class Slow(Service):
         self.calls.append(type(sys.exception()))
 
 
-def test_a_slow_tracker_is_waited_for_by_its_thread_alone_and_its_queue_has_an_end(
+def test_only_its_thread_waits_for_a_slow_tracker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers_module, "MAX_PENDING", 3)
@@ -238,9 +238,7 @@ def test_a_slow_tracker_is_waited_for_by_its_thread_alone_and_its_queue_has_an_e
     assert len(slow.threads) == 1 and threading.get_ident() not in slow.threads
 
 
-def test_a_hanging_tracker_delays_no_start_or_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hanging_tracker_delays_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(trackers_module, "START_SECONDS", 0.01)
     monkeypatch.setattr(trackers_module, "FINISH_SECONDS", 0.01)
     may_answer = threading.Event()
@@ -283,7 +281,7 @@ def test_a_service_that_is_away_at_the_start_refuses_no_run_and_a_mistake_does(
 # Damage
 
 
-def test_a_flipped_bit_of_the_metrics_costs_its_line_and_no_resume(
+def test_a_flipped_bit_of_metrics_costs_one_line_and_no_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / METRICS_FILE

@@ -79,9 +79,7 @@ def own(*options: str) -> OptimizerConfig:
     return OptimizerConfig(optimizer=OWN, learning_rate=0.5, optimizer_options=options)
 
 
-def test_a_user_defined_optimizer_gets_its_options_and_its_drawbacks_are_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_user_defined_optimizer_gets_its_options_and_drawbacks_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pretraining")
     model = nn.Linear(2, 2, bias=False)
     before = model.weight.detach().clone()

@@ -81,9 +81,7 @@ BETAS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
         ),
     ],
 )
-def test_each_optimizer_follows_the_rule_of_pytorch(
-    config: OptimizerConfig, reference: Any, options: dict[str, Any]
-) -> None:
+def test_each_optimizer_follows_pytorch(config: OptimizerConfig, reference: Any, options: dict[str, Any]) -> None:
     config = replace(config, learning_rate=0.01, weight_decay=0.2)
     theirs = make_parameters()
     assert_follows(config, theirs, [reference(parameter_groups(theirs, 0.2), lr=0.01, **options)])
@@ -106,9 +104,7 @@ def assert_follows(
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=atol if "layers" in name else 1e-6)
 
 
-def test_muon_follows_the_rule_of_pytorch_on_hidden_matrices_and_adamw_on_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_muon_follows_pytorch_on_hidden_matrices_and_adamw_on_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon, "has_units", lambda device, dtype: True)  # PyTorch's is always in bfloat16
     theirs = make_parameters()
     hidden = {name: each for name, each in theirs.items() if "proj" in name}

@@ -59,7 +59,7 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
     return code
 
 
-def test_elastic_jobs_publish_the_address_of_their_store_in_each_rendezvous(
+def test_elastic_jobs_publish_their_store_in_each_rendezvous(
     torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for nodes, default, shares in ((["--nnodes=1:2"], "1", "1"), ([], "1:2", "1"), (["--nnodes=2"], "1", None)):

@@ -60,7 +60,7 @@ def report(host: str, speed: float, version: str = "2.13") -> RankReport:
     return RankReport(host, {"torch": version}, {"matmul": speed})
 
 
-def test_a_slow_rank_is_named_with_its_machine_and_different_versions_are_an_error(
+def test_slow_ranks_and_different_versions_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = [report("a", 10), report("b", 10), report("c", 5), report("d", 9, "2.12")]

@@ -69,7 +69,7 @@ def test_each_given_setting_is_listed_with_its_source_and_the_rest_by_section(tm
     assert re.search(r"(?m)^  parallel    device=auto, backend=auto,", text) and "packing=stream" in text
 
 
-def test_a_new_run_is_planned_with_the_documents_of_its_first_batch(
+def test_a_new_run_is_planned_with_its_first_batch(
     tmp_path: Path, show: Show, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write_two_datasets(tmp_path / "data")
@@ -112,9 +112,7 @@ def test_a_dry_run_on_a_new_disk_starts_from_the_checkpoint_in_the_mirror(tmp_pa
     assert "step_2_ckp, step 2" in text and "starts with step 3" in text
 
 
-def test_a_timestamped_folder_is_not_created_and_settings_of_the_start_point_are_named(
-    tmp_path: Path, show: Show
-) -> None:
+def test_no_timestamped_folder_is_made_and_settings_of_the_start_point_are_named(tmp_path: Path, show: Show) -> None:
     flags = ["--use_dummy_dataset", "--num_steps=4", f"--ckpt_save_path={tmp_path}/run.{{timestamp}}"]
     text = show(*flags, f"--batch_size={SLOTS_SHOWN + 5}")
     assert f"run folder  {tmp_path}/run.{{timestamp}}" in text and "and 5 more slots" in text

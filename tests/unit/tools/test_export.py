@@ -149,9 +149,7 @@ def test_the_tokenizer_goes_along_from_the_run_or_from_a_flag(tmp_path: Path) ->
     assert exported_json(tmp_path / "own", "config.json")["pad_token_id"] > 0
 
 
-def test_a_token_that_the_tokenizer_puts_first_and_training_never_saw_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_first_token_that_training_never_saw_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_tokenizer(tmp_path)
     library = tokenizers.Tokenizer.from_file(f"{path}/tokenizer.json")
     begin = [("<|endoftext|>", 0)]
@@ -191,7 +189,7 @@ def test_the_model_card_names_settings_data_and_losses(tmp_path: Path) -> None:
     assert "- license: apache-2.0\n- base model: some/base\n" in card
 
 
-def test_a_tokenizer_that_is_gone_is_warned_of_and_one_that_is_named_must_be_there_and_fit(
+def test_a_lost_tokenizer_is_warned_of_and_a_named_one_must_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_tokenizer(tmp_path)
@@ -205,9 +203,7 @@ def test_a_tokenizer_that_is_gone_is_warned_of_and_one_that_is_named_must_be_the
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_the_full_form_is_a_checkpoint_with_the_same_tensors(
-    tmp_path: Path, full: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_full_form_holds_the_same_tensors(tmp_path: Path, full: bool, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_run(tmp_path / "run", full=full)
     run_export(tmp_path, format="full")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*FULL_FILES, MANIFEST}
@@ -241,7 +237,7 @@ def of_another_model(folder: Path) -> None:
         (of_another_model, "hf", "model.layers.2."),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_left_behind(
+def test_a_damaged_checkpoint_leaves_nothing(
     tmp_path: Path, spoil: Callable[[Path], None], form: str, said: str
 ) -> None:
     make_run(tmp_path / "run")
@@ -251,7 +247,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left_behind(
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-def test_existing_files_are_never_replaced_and_unsuitable_sources_are_refused(
+def test_existing_files_stay_and_unsuitable_sources_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "run")
@@ -320,9 +316,7 @@ def exported(root: Path, name: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("end", [7, [7, 8]])
-def test_an_export_keeps_context_and_tokens_of_the_imported_model_and_its_card_names_where_it_is_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int | list[int]
-) -> None:
+def test_an_export_keeps_imported_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int | list[int]) -> None:
     folder = tmp_path / "snapshot"
     train_tokenizer(["text"] * 5, 260).save(single(folder, shape=replace(SHAPES["plain"], vocab_size=260)))
     document = json.loads((folder / "config.json").read_text())

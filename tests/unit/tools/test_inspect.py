@@ -100,7 +100,7 @@ def test_a_sample_is_found_at_any_step(config: InspectConfig) -> None:
     assert objects(config, sample_id=BATCH * far - 1)[0]["step"] == far
 
 
-def test_without_a_global_batch_the_checkpoint_or_the_world_gives_it(
+def test_the_checkpoint_or_the_world_gives_a_missing_batch(
     config: InspectConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = replace(config, batch=BatchConfig(batch_size=3, grad_accum_steps=2))
@@ -112,9 +112,7 @@ def test_without_a_global_batch_the_checkpoint_or_the_world_gives_it(
     assert len(shown(asking(config, step=1, json=True), restored_batch=5)) == 5
 
 
-def test_the_text_output_shows_places_and_shortens_long_spans_or_shows_the_whole_text(
-    tmp_path: Path, config: InspectConfig
-) -> None:
+def test_the_text_output_has_places_and_shortened_spans_or_whole_text(tmp_path: Path, config: InspectConfig) -> None:
     text = "The quick brown fox jumps over the lazy dog.\n" * 40
     tokenizer = train_tokenizer([text], 300)
     tokenizer.save(tmp_path)
@@ -172,6 +170,7 @@ def test_a_summary_counts_the_content_of_the_steps(config: InspectConfig) -> Non
         ({}, {"step", "sample_id", "steps"}),
         ({"steps": "1-2", "step": 1, "tokens": True}, {"steps", "step", "tokens"}),
         ({"steps": "1-2", "text": True}, {"steps", "text"}),
+        ({"steps": "1-2", "sample_id": 0, "rank": 0}, {"steps", "sample_id", "rank"}),
         *(({"steps": text}, {"steps"}) for text in ("5-2", "a", "0-2")),
         ({"step": 1, "rank": 2, "world_size": 2}, {"rank", "world_size"}),
         ({"step": 2, "sample_id": 3}, {"sample_id", "step", "rank"}),

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ROOT
 
 from pretraining.cli import main
 from pretraining.config.read import load_train_config
@@ -113,13 +112,11 @@ def test_the_folder_of_a_sweep_means_its_runs_and_gets_the_page(tmp_path: Path) 
     write_run(sweep / "lr=1e-3")
     write_run(sweep / "lr=2e-3", "learning_rate=2e-3", shift=0.5)
     write_run(sweep / "lr=5e-4", "learning_rate=5e-4", shift=0.25)
-    (sweep / "sweep.csv").write_text("learning_rate,status,loss\n2e-3,finished,4.7\n1e-3,finished,4.2\n5e-4,killed,\n")
+    (sweep / "sweep.csv").touch()
     (sweep / "notes").mkdir()
     main(["report", str(sweep)])
     page = (sweep / "report.html").read_text()
     assert [row[0] for row in cells_of(page, "Summary")[1:]] == ["lr=1e-3", "lr=2e-3", "lr=5e-4"]
-    head, *rows = cells_of(page, "Sweep, the best run first")
-    assert head == ["learning_rate", "status", "loss"] and [row[0] for row in rows] == ["1e-3", "2e-3", "5e-4"]
     (sweep / "sweep.csv").unlink()
     with pytest.raises(SystemExit):  # any other folder of runs is not a run
         main(["report", str(sweep)])
@@ -147,7 +144,6 @@ def test_texts_of_files_are_no_html_and_no_formula(tmp_path: Path) -> None:
 def test_a_run_that_has_reported_nothing_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {model_variant: tiny}\n")
     page = page_of(tmp_path)
-    assert "first" in str(cells_of(page_of(ROOT / "tests/golden/run/sharded"), "Mixture"))
     assert "The runs have no reports yet." in page and "There is no logs/metrics.jsonl." in page
 
 
@@ -200,14 +196,6 @@ def test_a_missing_package_is_one_error_that_names_it(tmp_path: Path, monkeypatc
 # A damaged record leaves a note, and the others are read
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
-def test_the_folders_of_both_forms_are_read(form: str) -> None:
-    run = read_run(ROOT / "tests" / "golden" / "run" / form, "a")
-    assert run.state in ("finished", "preempted") and np.isfinite(run.training.last("loss"))
-    assert {part.dataset for part in run.mixture} == {"first", "second"}
-    assert all(abs(part.asked - part.realised) * part.samples <= 2 for part in run.mixture)
-
-
 @pytest.mark.parametrize(
     ("file", "content"),
     [
@@ -219,7 +207,6 @@ def test_the_folders_of_both_forms_are_read(form: str) -> None:
         ("logs/environment.json", "{}"),
         ("logs/environment.json", "[1]"),
         ("config.yaml", "a: ["),
-        ("checkpoints/step_40_ckp/manifest.json", "{}"),
     ],
 )
 def test_a_damaged_record_is_dropped_with_a_message(tmp_path: Path, file: str, content: str) -> None:
@@ -227,7 +214,7 @@ def test_a_damaged_record_is_dropped_with_a_message(tmp_path: Path, file: str, c
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(content)
     run = read_run(tmp_path, "a")
-    is_nothing_lost = content == "{}"  # but for the mixture
+    is_nothing_lost = content == "{}"
     assert is_nothing_lost or any(Path(file).name in note for note in run.notes), run.notes
     others = (run.settings, run.events, len(run.training), run.environments)
     assert sum(not each for each in others) <= 1

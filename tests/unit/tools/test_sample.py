@@ -63,7 +63,7 @@ def greedy(path: Path, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_greedy_tokens_are_those_of_the_whole_model_and_of_transformers(
+def test_greedy_tokens_are_those_of_transformers(
     tmp_path: Path, shape: LlamaShape, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")

@@ -145,9 +145,7 @@ def test_the_outcome_of_a_run_decides_whether_it_is_restarted(
     assert "was killed (exit code -9)" in capsys.readouterr().err
 
 
-def test_a_run_that_another_process_trains_is_not_failed_and_the_sweep_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_another_process_trains_has_not_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "seed=1"
     run.mkdir()
     (run / "run_status.json").write_text('{"status": "running"}')
@@ -163,9 +161,7 @@ def test_a_run_that_another_process_trains_is_not_failed_and_the_sweep_says_so(
     assert "1 combination not trained" in said and "another process" in said
 
 
-def test_the_table_is_sorted_by_the_losses_of_finished_runs_that_are_numbers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_table_is_sorted_by_the_losses_of_finished_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     losses = [("1", "finished", 2.0, 3.0), ("2", "failed", 1.0, 1.0), ("3", "finished", 2.5, 2.0)]
     names = ("lr", "status", "loss", "evaluation_loss")
     rows: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) | {"reason": ""} for row in losses]
