@@ -44,7 +44,7 @@ class Best:
         value: newest value; None = there was none.
         step: step of the newest value.
         best: best value so far.
-        in_a_row: evaluations since the best value.
+        in_a_row: evaluations since the best value; without a limit, they are not counted.
         best_step: step at which this invocation found the best value; None = it did not.
     """
 
@@ -58,7 +58,7 @@ class Best:
 
     def record(self, value: float, step: int) -> None:
         """Add the value of an evaluation; the same on every rank."""
-        self.in_a_row += 1
+        self.in_a_row = self.in_a_row + 1 if self.limit else 0
         if not math.isfinite(value):
             return
         self.value, self.step = value, step

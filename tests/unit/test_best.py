@@ -50,17 +50,24 @@ def test_a_run_stops_after_evaluations_without_a_better_value_also_if_it_is_resu
 
 
 def test_the_best_is_the_first_with_the_best_value_and_found_in_this_invocation() -> None:
-    best = Best(LOSS)
+    best = Best(LOSS, limit=9)
     found = []
     for step, value in enumerate([3.0, math.nan, 2.0, 2.0, 2.5]):
         best.record(value, step)
         found.append(best.is_best_at(step))
     assert found == [True, False, True, False, False]
     assert (best.value, best.step, best.best, best.in_a_row) == (2.5, 4, 2.0, 2)
-    resumed = Best(LOSS)
+    resumed = Best(LOSS, limit=9)
     resumed.load_state_dict(best.state_dict())
     assert (resumed.value, resumed.step, resumed.best, resumed.in_a_row) == (2.5, 4, 2.0, 2)
     assert not any(resumed.is_best_at(step) for step in range(5))
+
+
+def test_a_limit_that_is_given_later_counts_from_then_on() -> None:
+    before, after = Best(LOSS), Best(LOSS, limit=2)
+    assert ends_after(before, [1.0, 2.0, 2.0, 2.0]) is None
+    after.load_state_dict(before.state_dict())
+    assert ends_after(after, [2.0, 2.0]) == 2
 
 
 @pytest.mark.parametrize("changed", [{"definition": "books"}, {"name": "hellaswag/acc"}])
