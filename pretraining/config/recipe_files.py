@@ -91,15 +91,12 @@ def dump_config(config: Any, names: Container[str] | None = None) -> str:
 
 
 def find_recipe(name: str, suffixes: tuple[str, ...] = RECIPE_SUFFIXES) -> Path:
-    """Return the file of a recipe, given by path or shipped name; raise a ConfigError if there is none."""
+    """Return the path of a recipe, given by path or shipped name; raise a ConfigError for an unknown name."""
     if name.endswith(suffixes):
         try:
-            path = Path(expand_home(name))
+            return Path(expand_home(name))
         except ValueError as error:
             raise ConfigError(f"--recipe={name}: {error}") from None
-        if not exists(path):
-            raise ConfigError(f"--recipe={name}: no such file")
-        return path
     shipped = shipped_recipes()
     if name not in shipped:
         hint = did_you_mean(name, shipped, "did you mean {}? ")

@@ -99,26 +99,14 @@ ROWS = (
     # length and schedule
     Row({"num_steps": is_off}, "give a length, in steps (1000), tokens (5Btok) or epochs (2ep)"),
     Row({"stable_steps": is_given, "decay_steps": is_given}, "both set the start of the decay: keep one"),
-    Row(
-        {"schedule": _WITH_POINTS, "schedule_points": is_off},
-        "give --schedule_points, as in 0:0,80%:1,100%:0.1",
-    ),
+    Row({"schedule": _WITH_POINTS, "schedule_points": is_off}, "give points, as in 0:0,80%:1,100%:0.1"),
     # data, parallelism and precision
-    Row(
-        {"token_dtype": is_given, "file_type": ["arrow", "npy"]},
-        "these files store the type of their tokens; leave --token_dtype out",
-    ),
+    Row({"token_dtype": is_given, "file_type": ["arrow", "npy"]}, f"these files store their type; {DROP_ONE}"),
     Row({"float8": is_on, "mixed_precision": [False]}, f"float8 needs bfloat16 for all other operations; {DROP_ONE}"),
     Row({"float8": is_on, "mp_dtype": ["float16"]}, f"float8 needs bfloat16 for all other operations; {DROP_ONE}"),
     Row({"mp_dtype": ["float16"], "mixed_precision": [False]}, f"mixed precision is off; {DROP_ONE}"),
-    Row(
-        {"hsdp_group_size": is_on, "sharding_strategy": _WITHOUT_GROUPS},
-        f"only hsdp and hsdp_zero2 shard inside groups; {DROP_ONE}",
-    ),
-    Row(
-        {"replica_check_interval": is_on, "sharding_strategy": _WITHOUT_REPLICAS},
-        "this strategy has no replicas; give --replica_check_interval=0, or a strategy with replicas",
-    ),
+    Row({"hsdp_group_size": is_on, "sharding_strategy": _WITHOUT_GROUPS}, f"this strategy has no groups; {DROP_ONE}"),
+    Row({"replica_check_interval": is_on, "sharding_strategy": _WITHOUT_REPLICAS}, "there are no replicas; change one"),
     # checkpoints
     Row({"weights_only": [True], "ckpt_load_path": is_off}, "name the run or checkpoint whose weights to load"),
     Row({"init_from": ["scratch"], "ckpt_load_path": is_on}, f"a run from scratch loads nothing; {DROP_ONE}"),
@@ -176,10 +164,7 @@ INEFFECTIVE = (
     ),
     Row({**_CHANGED_RATIO, "training_stage": ["annealing"]}, NO_EFFECT),
     Row({**_CHANGED_RATIO, "training_stage": ["initial"], "schedule": _WITHOUT_RATIO}, NO_EFFECT),
-    Row(
-        {"muon_adam_weight_decay": is_on, "tie_word_embeddings": [True]},
-        "no weight decay: a tied head counts as the embedding, which does not decay",
-    ),
+    Row({"muon_adam_weight_decay": is_on, "tie_word_embeddings": [True]}, "a tied head does not decay, as embeddings"),
     Row({**_CHANGED_INTERVAL, **NO_EVALUATION}, "there is nothing to evaluate"),
 )
 

@@ -91,7 +91,7 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         *(([word], "has no value") for word in ("--data_path", "--max_tokens", "--noseed")),
         (["--recipe"], "--recipe has no value"),
         (["demo"], "'demo' sets nothing"),
-        (["mine.yaml"], "--recipe=mine.yaml"),
+        (["mine.yaml"], "recipe mine.yaml cannot be read: No such file"),
         (["seed=1", "mine.yaml"], "'mine.yaml' sets nothing"),
         (["--max_tokens=2ep"], "--max_tokens=2ep"),
         (["demo.yaml", "--recipe=demo"], "recipe=demo.yaml and --recipe=demo"),
