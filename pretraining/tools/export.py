@@ -75,17 +75,12 @@ def export(config: ExportConfig) -> None:
         with local_view(config.ckpt_load_path, with_files=True) as run:
             export(replace(config, ckpt_load_path=str(run)))
         return
-    max_bytes = parse_bytes(config.max_shard_size)
     checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:
         log.info("%s: skipped", damaged)
     tensors = open_whole_model(checkpoint.path, checkpoint.manifest)
-    if config.format == "full":
-        _export_full(config, checkpoint, tensors)
-    elif config.format == "gguf":
-        _export_gguf(config, checkpoint, tensors)
-    else:
-        _export_hf(config, checkpoint, tensors, max_bytes)
+    write = {"hf": _export_hf, "full": _export_full, "gguf": _export_gguf}[config.format]
+    write(config, checkpoint, tensors)
 
 
 class _Documents(NamedTuple):
@@ -129,16 +124,16 @@ def _describe(config: ExportConfig, checkpoint: CheckpointRef, origin: Mapping[s
     return _Documents(settings, document, generation_document(bos, ends, pad, generation), tokenizer)
 
 
-def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredTensors, max_bytes: int) -> None:
+def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredTensors) -> None:
     manifest, origin = checkpoint.manifest, read_origin(checkpoint.path)
     settings, document, generation, tokenizer = _describe(config, checkpoint, origin)
     dtype = getattr(torch, config.dtype)
     kinds = {name: (dtype, tuple(size)) for name, size in parameter_shapes(shape_of(manifest)).items()}
-    files, output = plan_files(kinds, max_bytes), Path(config.output_path)
+    files, output = plan_files(kinds, parse_bytes(config.max_shard_size)), Path(config.output_path)
     total = sum(size_of(*kind) for kind in kinds.values())
     with atomic_folder(output, "--output_path", total) as folder:
         for name, content in files.items():
-            weights = (_read_finite(checkpoint.path, tensors, each).to(dtype) for each in content)
+            weights = (_read_finite(checkpoint.path, tensors, tensor).to(dtype) for tensor in content)
             write_tensors(folder / name, content, weights)
         if len(files) > 1:
             write_json(folder / INDEX_FILE, _index_document(files))
@@ -184,17 +179,17 @@ def _listed(ids: Any) -> list[int]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def _choose_token(name: str, own: int | None, imported: Mapping[str, Any], default: int | None = None) -> Any:
+def _choose_token(name: str, of_run: int | None, imported: Mapping[str, Any], default: int | None = None) -> Any:
     """Return a token of the run, else of the imported model, else a default; log one that is replaced.
 
     A list of the imported model stays if it holds the run's token.
     """
     theirs = imported.get(name)
-    if own is not None and own in _listed(theirs):
+    if of_run is not None and of_run in _listed(theirs):
         return theirs
-    if None not in (own, theirs):
-        log.info("%s is %s, that of the run, in place of %s of the imported model", name, own, theirs)
-    return _first_known(own, theirs, default)
+    if None not in (of_run, theirs):
+        log.info("%s is %s, that of the run, in place of %s of the imported model", name, of_run, theirs)
+    return _first_known(of_run, theirs, default)
 
 
 def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredTensors) -> None:
@@ -277,7 +272,7 @@ def _model_card(
     if manifest.data:
         facts |= _training_facts(manifest, settings)
     if manifest.average:
-        facts["average"] = " + ".join(f"{each['weight']:.4g} x step {each['step']}" for each in manifest.average["of"])
+        facts["average"] = " + ".join(f"{part['weight']:.4g} x step {part['step']}" for part in manifest.average["of"])
     classes = ["AutoModelForCausalLM", *["AutoTokenizer"] * has_tokenizer]
     lines = [
         "---",

@@ -92,11 +92,9 @@ def _inspect_given(given: Sequence[Assignment]) -> None:
     if named is None:
         config = read(InspectConfig, given).config
         path = config.checkpoint.ckpt_save_path
-        path = None if path is None else newest_run_path(path)
-        start = find_start(replace(config.checkpoint, ckpt_save_path=path))
+        start = find_start(replace(config.checkpoint, ckpt_save_path=path and newest_run_path(path)))
     else:
-        path = newest_run_path(named)
-        start = find_newest(Path(path))
+        start = find_newest(Path(newest_run_path(named)))
         recorded = parse_recipe(start.manifest.config, f"config of {start.path}")
         settings = [assignment for assignment in recorded if assignment.section_and_name[1] not in _OF_A_START]
         config = read(InspectConfig, [*settings, *given]).config
@@ -109,11 +107,7 @@ def _inspect_given(given: Sequence[Assignment]) -> None:
 
 def _load_from(given: Sequence[Assignment], path: str, request: str | None = None) -> list[Assignment]:
     """Replace what the command line says about the start point."""
-    others = [
-        assignment
-        for assignment in given
-        if assignment.source != COMMAND_LINE or assignment.section_and_name[1] not in _WHERE_FROM
-    ]
+    others = [word for word in given if word.source != COMMAND_LINE or word.section_and_name[1] not in _WHERE_FROM]
     where_from = {"ckpt_load_path": path} | ({} if request is None else {"resume_from_checkpoint": request})
     return [*others, *assign(where_from)]
 
@@ -275,10 +269,8 @@ class Inspector:
                 for count, (phase, _) in zip(phase_samples, taken, strict=True)
             )
             samples, total = sum(count_numbers(ranges.get(name, ())) for _, ranges in taken), sum(phase_samples)
-            pass_tokens = self._datasets[name].pass_tokens("train") if name in self._datasets else None
-            passes = (
-                [count[name] * self._seq_length / pass_tokens for count in (before, after)] if pass_tokens else None
-            )
+            size = self._datasets[name].pass_tokens("train") if name in self._datasets else None
+            passes = [count[name] * self._seq_length / size for count in (before, after)] if size else None
             tokens = samples * self._seq_length
             summaries.append(DatasetSummary(name, asked / total, samples / total, samples, tokens, passes))
         return summaries
