@@ -45,7 +45,7 @@ import pyarrow as pa
 import torch
 
 from pretraining.checkpoint.copies import read_copies
-from pretraining.checkpoint.manifest import RUN_STATE
+from pretraining.checkpoint.manifest import LOSS_STATE, RUN_STATE
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, UNFINISHED_SUFFIX, committed_checkpoints, read_document
 from pretraining.launch.layout import free_port
@@ -387,7 +387,9 @@ def _facts(run: Path, checkpoints: dict[int, Path], exact: bool) -> dict[str, An
     for step, path in checkpoints.items():
         manifest = read_document(path)
         facts |= {f"checkpoint {step}: {name}": getattr(manifest, name) for name in IN_MANIFESTS}
-        states = {name: state for name, state in manifest.state.items() if name != RUN_STATE}  # which has random ids
+        # The run has random ids, and the losses are rounded in another layout: they are compared above.
+        left_out = (RUN_STATE, LOSS_STATE)
+        states = {name: state for name, state in manifest.state.items() if name not in left_out}
         facts[f"checkpoint {step}: state"] = states
         tensors = open_tensors(path, manifest.files)
         facts |= {f"checkpoint {step}: {name}": read_tensor(tensors, name) for name in tensors.chunks}

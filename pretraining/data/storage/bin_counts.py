@@ -2,18 +2,19 @@
 
     index, S, packing --pack_block--> bins before each block, for both splits --atomic write--> mapped
 
-The name of the file identifies index, S and packing. The file has the counts, then their CRC-32. A damaged file is
-rebuilt.
+The file has a line of JSON, which identifies index, S and packing, and then the counts. A damaged file, or a file of
+another index, is rebuilt.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import mmap
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -22,10 +23,9 @@ from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
 from pretraining.data.storage.index_folder import write_once
+from pretraining.files import parse_json
 
 log = logging.getLogger(__name__)
-
-_CHECKSUM_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,13 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> B
 
     def write(file: IO[bytes]) -> str:
         content = _count_bins(index, seq_length, packing).tobytes()
-        file.write(content + zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little"))
+        line = json.dumps({**_header(index, config), "crc32": zlib.crc32(content)}).encode()
+        file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # aligns the numbers
         return _name(index, config)
 
     what = f"the counts of dataset '{name}'"
-    path = write_once(index_folders(files, config), what, write, lambda path: bool(_open(path, config)))
-    made = _open(path, config)
+    path = write_once(index_folders(files, config), what, write, lambda path: bool(_open(path, index, config)))
+    made = _open(path, index, config)
     assert made is not None, "written, but unreadable"
     return made
 
@@ -69,7 +70,7 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> B
 def find_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> BinCounts | None:
     """Open the valid bin counts of a dataset, next to a possible place of its index; None if there are none."""
     paths = (folder / _name(index, config) for folder in index_folders(files, config))
-    return next(filter(None, (_open(path, config) for path in paths)), None)
+    return next(filter(None, (_open(path, index, config) for path in paths)), None)
 
 
 def _count_bins(index: Index, seq_length: int, packing: Packing) -> np.ndarray:
@@ -84,21 +85,35 @@ def _count_bins(index: Index, seq_length: int, packing: Packing) -> np.ndarray:
 
 
 def _name(index: Index, config: DataConfig) -> str:
-    return f"{index.path.stem}-{config.packing}{ALGORITHM_VERSION}-{config.seq_length}.bins"
+    return f"{index.path.stem}-{config.packing}-{config.seq_length}.bins"
 
 
-def _open(path: Path, config: DataConfig) -> BinCounts | None:
-    """Map the counts in a file; None if it is missing or damaged."""
+def _header(index: Index, config: DataConfig) -> dict[str, Any]:
+    """Return the values that identify index, sequence length and packing."""
+    return {
+        "algorithm": ALGORITHM_VERSION,
+        "settings": index.header["settings"],
+        "files": index.header["files"],
+        "index": index.checksum,
+        "seq_length": config.seq_length,
+        "packing": config.packing,
+    }
+
+
+def _open(path: Path, index: Index, config: DataConfig) -> BinCounts | None:
+    """Map the counts in a file; None if it is missing, damaged or of another index."""
+    header = _header(index, config)
     try:
         with path.open("rb") as file:
-            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        counts, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
-        if zlib.crc32(counts) == int.from_bytes(checksum, "little"):
-            bounds = np.frombuffer(counts, dtype="<i8").reshape(len(SPLITS), -1)
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        begin = content.find(b"\n") + 1
+        recorded = parse_json(content[:begin])
+        if recorded == {**header, "crc32": zlib.crc32(memoryview(content)[begin:])}:
+            bounds = np.frombuffer(content, dtype="<i8", offset=begin).reshape(len(SPLITS), -1)
             return BinCounts(config.packing, config.seq_length, dict(zip(SPLITS, bounds, strict=True)))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         pass
-    log.warning("%s is damaged: it is not used", path)
+    log.warning("%s is damaged, or belongs to another index: it is not used", path)
     return None

@@ -95,7 +95,7 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
             if rank == 0:
                 warn_of_copies(corpus.files)
             try:
-                return _Job(config, corpus, tokenizer, work, rank, size).run(_cores_of_this_process(layout))
+                return _Job(config, corpus, tokenizer, work, rank, size).run()
             except PretrainError as error:
                 error.rank = rank or None  # other processes do not report this error
                 raise
@@ -122,7 +122,7 @@ class _Job:
     rank: int
     size: int
 
-    def run(self, cores: int) -> PrepareSummary | None:
+    def run(self) -> PrepareSummary | None:
         """Encode the remaining units of this process, and finish the dataset if all units are done."""
         began, corpus, work = time.monotonic(), self.corpus, self.work
         share = corpus.units[self.rank :: self.size]
@@ -137,7 +137,7 @@ class _Job:
         total, left_bytes = (sum(unit.size for unit in units) for units in (share, left))
         title = "encoding" if self.size == 1 else f"encoding (rank {self.rank} of {self.size})"
         progress = EncodingProgress(title, total, total - left_bytes)
-        encode_units(left, encoding, work, self.config.num_workers or cores, progress.add)
+        encode_units(left, encoding, work, self.config.num_workers or usable_cores(), progress.add)
         records = [work.read_record(unit, encoding) for unit in corpus.units]
         complete = [record for record in records if record is not None]
         if len(complete) == len(records):
@@ -274,11 +274,3 @@ class _Job:
         flush_folder(work.root)
         work.remove()
         return read_summary(work.dataset)
-
-
-def _cores_of_this_process(layout: ProcessLayout | None) -> int:
-    """Return the usable cores; without core binding, divided by the processes of the machine."""
-    cores = usable_cores()
-    if layout is not None and cores == os.cpu_count():
-        return max(cores // layout.local_world_size, 1)
-    return cores

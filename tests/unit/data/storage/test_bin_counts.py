@@ -68,10 +68,12 @@ def test_damaged_counts_and_those_of_another_index_are_rebuilt(index: Index, tmp
     counts = build(index)
     more = index_of(config(tmp_path, held_out_fraction=0.3))
     assert find(more) is None and find(index, seq_length=31) is None and find(index, packing="greedy") is None
+    build(index, "greedy")
+    (greedy,) = index.path.parent.glob("*greedy*.bins")
     (best_fit,) = index.path.parent.glob("*best_fit*.bins")
     content = best_fit.read_bytes()
     flipped = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
-    for damaged in (flipped, content[:-16], content[8:], b""):
+    for damaged in (greedy.read_bytes(), flipped, content[:-16], content[content.find(b"\n") + 1 :], b""):
         best_fit.unlink()  # it may be mapped
         best_fit.write_bytes(damaged)
         assert find(index) is None
