@@ -113,7 +113,7 @@ def is_given_up(point: Point, newest: Point) -> bool:
 
 
 def newest(folder: Iterable[AnyPoint], mirror: Iterable[AnyPoint]) -> AnyPoint | None:
-    """Return the newest checkpoint of a run, of the good ones in its folder and in its mirror; None without any.
+    """Return the newest checkpoint of a run, of the good ones in its folder and its mirror; None if there are none.
 
     If neither of the two newest ones continues the other, two machines have trained the run. If both only resumed
     it, more steps win. Otherwise one has gone back: the folder wins if it has seen what the mirror holds.

@@ -86,7 +86,7 @@ class RunCheckpoints:
 
     @property
     def mirrored(self) -> Checkpoint | None:
-        """The newest checkpoint in the mirror; None without any."""
+        """The newest checkpoint in the mirror; None if it has none."""
         return next((checkpoint for checkpoint in reversed(self.saved) if checkpoint.copy is not None), None)
 
 
@@ -108,7 +108,9 @@ def list_run(run: Path, copies: Copies = NO_COPIES) -> RunCheckpoints:
     here = {identity_of(checkpoint) for checkpoint in aside if checkpoint.kind is not None}
     others = {name: copy for name, copy in copies.set_aside.items() if identity_of(copy.manifest) not in here}
     aside += [_only_in_mirror(run, name, copy) for name, copy in others.items()]
-    return RunCheckpoints(run, run_id, tuple(by_age(saved)), tuple(each for each in aside if each.kind is not None))
+    return RunCheckpoints(
+        run, run_id, tuple(by_age(saved)), tuple(checkpoint for checkpoint in aside if checkpoint.kind is not None)
+    )
 
 
 def _only_in_mirror(run: Path, name: str, copy: Copy) -> Checkpoint:
@@ -172,7 +174,7 @@ def move_aside(run: Path, checkpoints: Sequence[Checkpoint]) -> Path:
 def set_aside_others(run: Path, newest: Path) -> list[Path]:
     """Set aside the checkpoints that a run has given up, given its newest one, and return their former paths.
 
-    Those that a user has renamed stay, and those of other runs.
+    Checkpoints that a user has renamed stay, and checkpoints of other runs.
 
     Raises:
         CheckpointError: one cannot be moved.

@@ -118,7 +118,7 @@ def keeping_random_states() -> Iterator[None]:
 def open_evaluators(
     config: TrainConfig, given: Mapping[str, UserEvaluator] = MappingProxyType({})
 ) -> Evaluators | None:
-    """Make the evaluators of the settings, on every rank; None without any. A collective call.
+    """Make the evaluators of the settings, on every rank; None if there are none. A collective call.
 
     Args:
         given: evaluators of a Trainer, by their names in the settings.

@@ -66,7 +66,7 @@ class EvaluationSource:
 
 
 def definition_of(sources: Sequence[EvaluationSource], best_by: str | None) -> str | None:
-    """Return a digest of the sets whose loss decides which checkpoint is best; None without any."""
+    """Return a digest of the sets whose loss decides which checkpoint is best; None if there are no sets."""
     deciding = {
         name: {"set": definition, "weight": weight if best_by is None and len(source.sets) > 1 else 1}
         for source in sources

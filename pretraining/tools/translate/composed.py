@@ -15,7 +15,7 @@ from pretraining.config.variants import VARIANTS
 from pretraining.files import real_path
 from pretraining.tools.translate import rows
 from pretraining.tools.translate.engine import System, Translation
-from pretraining.tools.translate.rows import NotALlamaError, Row, renamed
+from pretraining.tools.translate.rows import Key, NotALlamaError, renamed
 
 WORDS = "the command line"
 """Name of words without a file, in messages."""
@@ -147,20 +147,20 @@ def _name_model(text: str) -> Mapping[str, str]:
 
 
 _ROWS = {
-    _SCHEDULE: Row("schedule", rows.schedule),
+    _SCHEDULE: Key("schedule", rows.schedule),
     **renamed(_LR, lr="learning_rate", warmup="warmup_steps", max_steps="num_steps"),
     **renamed(_OPTIMIZER, name="optimizer", beta="momentum", beta1="adam_beta1", beta2="adam_beta2"),
     f"{_OPTIMIZER}weight_decay": rows.WEIGHT_DECAY,
     **renamed("train.", max_steps="num_steps", random_seed="seed"),
-    "dataset.batch_size": Row("batch_size"),
-    "model.name": Row(convert=_name_model),
-    "model.dim": Row(convert=rows.width, remark="feed-forward 8/3 of it, in multiples of 256"),
+    "dataset.batch_size": Key("batch_size"),
+    "model.name": Key(convert=_name_model),
+    "model.dim": Key(convert=rows.width, remark="feed-forward 8/3 of it, in multiples of 256"),
     **renamed("model.", num_heads="num_attention_heads", num_blocks="num_hidden_layers"),
-    "model.context_length": Row(convert=rows.context),
+    "model.context_length": Key(convert=rows.context),
     "logging.wandb_project": rows.tracked("tracker_project_name"),
-    "checkpoint.save": Row(remark="runs are always saved"),
+    "checkpoint.save": Key(remark="runs are always saved"),
     **renamed("checkpoint.", save_path="ckpt_save_path", save_steps="checkpoint_interval"),
-    "checkpoint.load": Row(remark="checkpoint.load_path says from where"),
+    "checkpoint.load": Key(remark="checkpoint.load_path says from where"),
     **renamed("checkpoint.", load_path="ckpt_load_path", num_steps="run_steps"),
 }
 SYSTEM = System("composed", "composed configs (defaults, optimizer.lr_config, …)", _ROWS, _combine, defaults=_defaults)

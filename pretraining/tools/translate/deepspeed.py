@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from pretraining.tools.translate import rows
 from pretraining.tools.translate.engine import System, Translation
-from pretraining.tools.translate.rows import Row, renamed
+from pretraining.tools.translate.rows import Key, renamed
 
 BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _PARAMS, _SCHEDULE = "optimizer.params.", "scheduler.params."
@@ -59,19 +59,19 @@ def _precision(translation: Translation) -> None:
 
 
 _ROWS = {
-    BATCH: Row("global_batch_size"),
+    BATCH: Key("global_batch_size"),
     **renamed(**{MICRO: "batch_size", ACCUMULATION: "grad_accum_steps", "gradient_clipping": "grad_clip_thresh"}),
-    "optimizer.type": Row("optimizer", rows.words(adamw="adamw", adam="adamw")),
+    "optimizer.type": Key("optimizer", rows.words(adamw="adamw", adam="adamw")),
     **renamed(_PARAMS, lr="learning_rate", eps="adam_epsilon"),
-    f"{_PARAMS}betas": Row("adam_beta1", rows.pair),
+    f"{_PARAMS}betas": Key("adam_beta1", rows.pair),
     f"{_PARAMS}weight_decay": rows.WEIGHT_DECAY,
-    "scheduler.type": Row(
+    "scheduler.type": Key(
         "schedule", rows.words(warmuplr="constant", warmupdecaylr={"schedule": "linear", "min_lr_ratio": "0"})
     ),
     **renamed(_SCHEDULE, warmup_max_lr="learning_rate", warmup_num_steps="warmup_steps", total_num_steps="num_steps"),
-    f"{_SCHEDULE}warmup_min_lr": Row(remark="the warm-up is a line from near zero"),
+    f"{_SCHEDULE}warmup_min_lr": Key(remark="the warm-up is a line from near zero"),
     **renamed(**dict.fromkeys(HALF, "mp_dtype")),
-    "zero_optimization.stage": Row("sharding_strategy", rows.words(**{"0": "ddp", "2": "zero2", "3": "fsdp"})),
-    "steps_per_print": Row(),
+    "zero_optimization.stage": Key("sharding_strategy", rows.words(**{"0": "ddp", "2": "zero2", "3": "fsdp"})),
+    "steps_per_print": Key(),
 }
 SYSTEM = System("deepspeed", "the JSON that DeepSpeed is configured with", _ROWS, _combine, defaults=_defaults)

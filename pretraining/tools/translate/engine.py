@@ -1,6 +1,6 @@
 """Engine of translations: a table per system, and a function for keys that decide something together.
 
-    values (their key -> Given)   of a file, or of words
+    values (their key -> KeyValue)   of a file, or of words
         combine                   keys that depend on each other
         rows                      every other key: (our setting, conversion); a key without a row is refused
     notes (their key -> Note)     our settings, and a remark about differences
@@ -24,7 +24,7 @@ from pretraining.config.values import BOOL_WORDS, NONE_WORDS, did_you_mean, form
 from pretraining.durations import parse_number
 from pretraining.errors import ConfigError
 from pretraining.text import format_table
-from pretraining.tools.translate.rows import NotALlamaError, Row
+from pretraining.tools.translate.rows import Key, NotALlamaError
 
 ACCEPT_LLAMA, ACCEPT_UNKNOWN = "accept_llama", "accept_unknown"
 _SECRET = re.compile(r"(?:^|\.)(?:token|\w*(?:api_key|access_token|auth_token|hub_token|password|secret))$", re.I)
@@ -44,7 +44,7 @@ _REPLACED_BY_FLAG = {
 """Per flag: values that replace nothing, and the settings of a file that any other value replaces."""
 
 
-class Given(NamedTuple):
+class KeyValue(NamedTuple):
     """A value of a key: dotted key as written, text (None for null), and name of the file ("" if it was typed)."""
 
     key: str
@@ -71,7 +71,7 @@ class Given(NamedTuple):
 class Note:
     """The result of a key: our settings by name, in text, and a remark about differences."""
 
-    given: Given
+    given: KeyValue
     settings: dict[str, str]
     remark: str
 
@@ -91,7 +91,7 @@ class System:
 
     kind: str
     title: str
-    rows: Mapping[str, Row]
+    rows: Mapping[str, Key]
     combine: Callable[[Translation], None]
     name_of: Callable[[str], str] = str
     defaults: Callable[[Translation], Mapping[str, str]] = lambda translation: {}
@@ -113,7 +113,7 @@ class Translation:
 
     system: System
     name: str
-    values: Mapping[str, Given]
+    values: Mapping[str, KeyValue]
     flags: Mapping[str, str]
     accepts: Collection[str]
     used: Collection[str] = ()
@@ -205,7 +205,7 @@ class Translation:
             else:
                 self._translate_unknown(key)
 
-    def _apply(self, row: Row, key: str) -> None:
+    def _apply(self, row: Key, key: str) -> None:
         try:
             made = row.convert(self.values[key].text or "")
         except NotALlamaError as error:

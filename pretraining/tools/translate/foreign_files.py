@@ -23,7 +23,7 @@ from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import is_file
-from pretraining.tools.translate.engine import Given
+from pretraining.tools.translate.engine import KeyValue
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -72,7 +72,7 @@ def text_of(value: Any) -> str | None:
 # Composed files
 
 
-def compose(path: Path, name: str, typed: Mapping[str, str | None]) -> tuple[list[Given], set[str]]:
+def compose(path: Path, name: str, typed: Mapping[str, str | None]) -> tuple[list[KeyValue], set[str]]:
     """Return the merged settings of a main file and the files in its `defaults:`, and the typed words that chose files.
 
     A typed word chooses the file of a group, unless it is a setting of this project and there is no such file.
@@ -83,13 +83,13 @@ def compose(path: Path, name: str, typed: Mapping[str, str | None]) -> tuple[lis
     Raises:
         ConfigError: a missing or invalid file, or an entry of `defaults:` in another form.
     """
-    tree, folder, merged, used = _read_tree(path), path.parent, dict[str, Given](), set[str]()
+    tree, folder, merged, used = _read_tree(path), path.parent, dict[str, KeyValue](), set[str]()
     entries = tree.pop("defaults") or []
     entries = entries if isinstance(entries, list) else [entries]
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         match [*entry.items()] if isinstance(entry, dict) else entry:
             case "_self_":
-                added = [Given(key, text, name) for key, text in _flatten(tree, "")]
+                added = [KeyValue(key, text, name) for key, text in _flatten(tree, "")]
             case str(section):
                 added = _read_section(folder / section, section.removesuffix(".yaml"))
             case [(group, str() | None as chosen)]:
@@ -99,19 +99,19 @@ def compose(path: Path, name: str, typed: Mapping[str, str | None]) -> tuple[lis
                     used.add(group)
                 added = [] if chosen is None else _read_section(folder / group / chosen, group)
                 if group == "optimizer" and chosen and all(given.key != "optimizer.name" for given in added):
-                    added.append(Given("optimizer.name", chosen, added[0].file if added else name))
+                    added.append(KeyValue("optimizer.name", chosen, added[0].file if added else name))
             case _:
                 raise ConfigError(f"{path}: defaults: {entry}: write `- group: name` or `- name`")
         merged |= {given.key: given for given in added}
     return list(merged.values()), used
 
 
-def _read_section(path: Path, section: str) -> list[Given]:
+def _read_section(path: Path, section: str) -> list[KeyValue]:
     """Return the settings of a file that is a section, whether or not its lines stand under the section's name."""
     file = f"{str(path).removesuffix('.yaml')}.yaml"
     settings = dict(_flatten(_read_tree(Path(file)), ""))
     above = "" if any(key.partition(".")[0] == section for key in settings) else f"{section}."
-    return [Given(f"{above}{key}", text, file) for key, text in settings.items()]
+    return [KeyValue(f"{above}{key}", text, file) for key, text in settings.items()]
 
 
 # Python

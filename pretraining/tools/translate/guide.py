@@ -13,9 +13,9 @@ from pretraining.durations import parse_number
 from pretraining.files import exists, is_file
 from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.translate import deepspeed, rows
-from pretraining.tools.translate.engine import Given, System, Translation
+from pretraining.tools.translate.engine import KeyValue, System, Translation
 from pretraining.tools.translate.foreign_files import read_settings
-from pretraining.tools.translate.rows import Row, renamed
+from pretraining.tools.translate.rows import Key, renamed
 
 _SIZES = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"}
 _ROOT = PrepareConfig().output_path
@@ -58,7 +58,7 @@ def _include_deepspeed(translation: Translation) -> None:
     if not is_file(path):
         translation.refuse(key, "there is no such file: correct or delete this line")
         return
-    values = {name: Given(name, text, str(path)) for name, text in read_settings(path).items()}
+    values = {name: KeyValue(name, text, str(path)) for name, text in read_settings(path).items()}
     part = Translation(deepspeed.SYSTEM, translation.name, values, translation.flags, translation.accepts)
     if not any(part.is_on(half) for half in deepspeed.HALF if part.word(half) != "auto"):
         part.skip("off: use_amp decides", *deepspeed.HALF)
@@ -166,30 +166,30 @@ def _dataset_of(text: str) -> str:
 
 _ROWS = {
     **renamed(**_SIZES, vocab_size="vocab_size", d_ff="intermediate_size"),
-    "max_seq_len": Row(convert=rows.context),
+    "max_seq_len": Key(convert=rows.context),
     **dict.fromkeys(("dropout", "attention_dropout"), rows.only("0", reason="a Llama is trained without dropout")),
     "activation": rows.only("silu", "swiglu", reason="a Llama's activation is SiLU, in a gated feed-forward"),
     "pre_norm": rows.only("true", reason="a Llama has its norms before attention and feed-forward"),
-    "gradient_checkpointing": Row("fsdp_activation_checkpointing"),
+    "gradient_checkpointing": Key("fsdp_activation_checkpointing"),
     **renamed(batch_size="batch_size", gradient_accumulation_steps="grad_accum_steps", learning_rate="learning_rate"),
     "weight_decay": rows.WEIGHT_DECAY,
-    "num_epochs": Row("num_steps", lambda text: f"{text}ep"),
-    "lr_scheduler": Row("schedule", rows.schedule),
+    "num_epochs": Key("num_steps", lambda text: f"{text}ep"),
+    "lr_scheduler": Key("schedule", rows.schedule),
     **renamed(
         warmup_steps="warmup_steps", optimizer="optimizer", max_grad_norm="grad_clip_thresh", amp_dtype="mp_dtype"
     ),
-    "use_amp": Row(remark="where the device has units for it; else float32, as there on a CPU"),
+    "use_amp": Key(remark="where the device has units for it; else float32, as there on a CPU"),
     **renamed(save_steps="checkpoint_interval", eval_steps="eval_interval", logging_steps="report_interval"),
     **renamed(checkpoint_dir="ckpt_save_path", distributed_backend="backend", seed="seed"),
-    "save_total_limit": Row("keep_last", lambda text: "none" if text.startswith(("0", "-")) else text),
-    "resume_from_checkpoint": Row("resume_from_checkpoint", _resume),
-    "report_to": Row("tracker"),
-    "world_size": Row("global_batch_size"),
-    "use_deepspeed": Row(remark="FSDP does what deepspeed_config asks for"),
-    "deepspeed_config": Row(remark="read, too"),
-    **dict.fromkeys(_OF_PREPARE, Row(remark="of pretrain prepare: the command for dataset_name has it")),
+    "save_total_limit": Key("keep_last", lambda text: "none" if text.startswith(("0", "-")) else text),
+    "resume_from_checkpoint": Key("resume_from_checkpoint", _resume),
+    "report_to": Key("tracker"),
+    "world_size": Key("global_batch_size"),
+    "use_deepspeed": Key(remark="FSDP does what deepspeed_config asks for"),
+    "deepspeed_config": Key(remark="read, too"),
+    **dict.fromkeys(_OF_PREPARE, Key(remark="of pretrain prepare: the command for dataset_name has it")),
     **renamed(dataset_name="data_path", validation_split="eval_datasets", max_length="seq_length"),
-    "min_length": Row("min_length", remark="in tokens"),
+    "min_length": Key("min_length", remark="in tokens"),
     **renamed(pack_sequences="packing", packing_strategy="packing"),
 }
 SYSTEM = System("guide", "the settings of a training guide: model, training, data", _ROWS, _combine, _name_of)

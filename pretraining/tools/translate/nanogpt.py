@@ -8,7 +8,7 @@ from pathlib import Path
 from pretraining.files import is_file
 from pretraining.tools.translate import rows
 from pretraining.tools.translate.engine import System, Translation
-from pretraining.tools.translate.rows import Row, renamed
+from pretraining.tools.translate.rows import Key, renamed
 
 _END_OF_TEXT = 50256
 """Token of GPT-2's tokenizer that ends documents in the token files."""
@@ -86,27 +86,27 @@ def _save(text: str) -> Mapping[str, str]:
 
 _ROWS = {
     **renamed(out_dir="ckpt_save_path", init_from="init_from", eval_iters="eval_batches", batch_size="batch_size"),
-    "resume_ckpt_fname": Row("resume_from_checkpoint", lambda text: text.removesuffix(".pt")),
-    "log_interval_tokens": Row("report_interval", rows.tokens),
-    "checkpoint_interval_tokens": Row("checkpoint_interval", _save, "evaluated as often"),
+    "resume_ckpt_fname": Key("resume_from_checkpoint", lambda text: text.removesuffix(".pt")),
+    "log_interval_tokens": Key("report_interval", rows.tokens),
+    "checkpoint_interval_tokens": Key("checkpoint_interval", _save, "evaluated as often"),
     "wandb_project": rows.tracked("tracker_project_name"),
     "wandb_run_name": rows.tracked("tracker_run_name"),
-    "checkpoint_token_pos": Row(remark="the checkpoint that is loaded has it"),
-    "gradient_accumulation_steps": Row("grad_accum_steps"),
-    "max_tokens": Row("num_steps", rows.tokens),
+    "checkpoint_token_pos": Key(remark="the checkpoint that is loaded has it"),
+    "gradient_accumulation_steps": Key("grad_accum_steps"),
+    "max_tokens": Key("num_steps", rows.tokens),
     **renamed(optimizer_type="optimizer", learning_rate="learning_rate"),
     "weight_decay": rows.WEIGHT_DECAY,
     **renamed(lr_muon_adam="muon_adam_learning_rate", wd_muon_adam="muon_adam_weight_decay"),
-    "use_scheduler": Row(remark="warmup_tokens and stable_tokens give its form"),
-    "warmup_tokens": Row("warmup_steps", rows.tokens),
-    "stable_tokens": Row("stable_steps", rows.tokens),
-    "min_lr_factor": Row("min_lr_ratio"),
+    "use_scheduler": Key(remark="warmup_tokens and stable_tokens give its form"),
+    "warmup_tokens": Key("warmup_steps", rows.tokens),
+    "stable_tokens": Key("stable_steps", rows.tokens),
+    "min_lr_factor": Key("min_lr_ratio"),
     **renamed(n_layer="num_hidden_layers", n_head="num_attention_heads"),
-    "n_embd": Row(
+    "n_embd": Key(
         convert=_width, remark="a Llama: RMSNorm, SwiGLU of width 8/3, rotary positions; the head is tied as there"
     ),
-    "block_size": Row(convert=rows.context),
+    "block_size": Key(convert=rows.context),
     **renamed(vocab_size="vocab_size", dataset="data_path", compile="use_torch_compile", seed="seed"),
-    "dtype": Row("mp_dtype", rows.dtype),
+    "dtype": Key("mp_dtype", rows.dtype),
 }
 SYSTEM = System("nanogpt", "Python assignments for a train.py, counted in tokens", _ROWS, _combine)

@@ -18,8 +18,8 @@ class NotALlamaError(ValueError):
     """A value that makes the model different from a Llama."""
 
 
-class Row(NamedTuple):
-    """The result of one key.
+class Key(NamedTuple):
+    """What becomes of one key.
 
     Attributes:
         setting: our setting; "" if `convert` returns settings by name, or if there is none.
@@ -32,12 +32,12 @@ class Row(NamedTuple):
     remark: str = ""
 
 
-def renamed(above: str = "", /, **settings: str) -> dict[str, Row]:
+def renamed(above: str = "", /, **settings: str) -> dict[str, Key]:
     """Return rows of keys that are settings under another name; the keys are prefixed with `above`."""
-    return {f"{above}{key}": Row(setting) for key, setting in settings.items()}
+    return {f"{above}{key}": Key(setting) for key, setting in settings.items()}
 
 
-def only(*values: str, reason: str) -> Row:
+def only(*values: str, reason: str) -> Key:
     """Return the row of a key for which a Llama has only these values."""
     number = parse_number(values[0])
 
@@ -46,15 +46,15 @@ def only(*values: str, reason: str) -> Row:
             raise NotALlamaError(reason)
         return ""
 
-    return Row(convert=convert, remark="as here")
+    return Key(convert=convert, remark="as here")
 
 
-def tracked(setting: str) -> Row:
+def tracked(setting: str) -> Key:
     """Return the row of a name at Weights & Biases."""
-    return Row(setting, lambda text: {setting: text, "tracker": "wandb"})
+    return Key(setting, lambda text: {setting: text, "tracker": "wandb"})
 
 
-WEIGHT_DECAY = Row("weight_decay", remark="not of norms and embeddings")
+WEIGHT_DECAY = Key("weight_decay", remark="not of norms and embeddings")
 RATE_OF_MUON = "updates are 0.2 x sqrt(width) times as long as of plain Muon: choose a smaller one"
 FLOAT32 = {"mixed_precision": "false"}
 BFLOAT16, FLOAT16 = ({"mixed_precision": "true", "mp_dtype": name} for name in ("bfloat16", "float16"))

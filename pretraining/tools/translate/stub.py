@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pretraining.tools.translate import rows
 from pretraining.tools.translate.engine import System, Translation
-from pretraining.tools.translate.rows import Row, renamed
+from pretraining.tools.translate.rows import Key, renamed
 
 _MODEL = "model.hf_config."
 _SIZES = """
@@ -28,21 +28,21 @@ def _combine(translation: Translation) -> None:
 
 
 _ROWS = {
-    "dist.cpu_only": Row("device", rows.words(true="cpu", false="auto")),
+    "dist.cpu_only": Key("device", rows.words(true="cpu", false="auto")),
     **renamed("dist.", backend="backend", sharding_stage="sharding_strategy"),
-    "dist.dtype": Row("mp_dtype", rows.dtype),
+    "dist.dtype": Key("mp_dtype", rows.dtype),
     **renamed("dataset.", batch_size="batch_size", num_workers="num_workers", path_eval="eval_datasets"),
-    "dataset.path_train": Row("data_path", rows.folder_of_data, "must be there, or --use_dummy_dataset=true"),
-    **{f"{_MODEL}{name}": Row(name) for name in _SIZES.split()},
-    f"{_MODEL}max_position_embeddings": Row(convert=rows.context),
+    "dataset.path_train": Key("data_path", rows.folder_of_data, "must be there, or --use_dummy_dataset=true"),
+    **{f"{_MODEL}{name}": Key(name) for name in _SIZES.split()},
+    f"{_MODEL}max_position_embeddings": Key(convert=rows.context),
     f"{_MODEL}hidden_act": rows.only("silu", reason="a Llama's activation is SiLU"),
-    "optim.lr": Row("learning_rate"),
+    "optim.lr": Key("learning_rate"),
     "optim.weight_decay": rows.WEIGHT_DECAY,
-    "lr_scheduler.total_iterations": Row(
+    "lr_scheduler.total_iterations": Key(
         "num_steps", lambda text: {"num_steps": text, "schedule": "cosine", "min_lr_ratio": "0"}
     ),
-    "lr_scheduler.warmup_iterations": Row("warmup_steps"),
+    "lr_scheduler.warmup_iterations": Key("warmup_steps"),
     **renamed("checkpoint.", directory="ckpt_save_path", prefix="ckpt_save_path", state_dict_type="ckpt_format"),
-    "checkpoint.chkpt_saving_iterations": Row("checkpoint_interval"),
+    "checkpoint.chkpt_saving_iterations": Key("checkpoint_interval"),
 }
 SYSTEM = System("stub", "one YAML of a training stub (dist, model.hf_config, …)", _ROWS, _combine, _name_of)

@@ -21,7 +21,7 @@ from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists
 from pretraining.tools.command_settings import TranslateConfig
 from pretraining.tools.translate import composed, deepspeed, guide, nanogpt, stub
-from pretraining.tools.translate.engine import ACCEPT_LLAMA, ACCEPT_UNKNOWN, Given, System, Translation
+from pretraining.tools.translate.engine import ACCEPT_LLAMA, ACCEPT_UNKNOWN, KeyValue, System, Translation
 from pretraining.tools.translate.foreign_files import compose, read_settings, text_of
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def _read_recipe(
     if kind is None:
         return read_recipe(name)
     typed = _texts_of(words)
-    given, used = [Given(key, text, name) for key, text in values.items()], set[str]()
+    given, used = [KeyValue(key, text, name) for key, text in values.items()], set[str]()
     if kind == "composed" and "defaults" in values:
         given, used = compose(path, name, typed)
     return _translate(SYSTEMS[kind], name, given, typed, accepts, used)
@@ -194,7 +194,7 @@ def _translate_words(words: Sequence[Assignment], accepts: Sequence[str]) -> Tra
 def _translate(
     system: System,
     name: str,
-    values: Sequence[Given],
+    values: Sequence[KeyValue],
     typed: Mapping[str, str | None],
     accepts: Collection[str],
     used: set[str],
@@ -204,7 +204,7 @@ def _translate(
     Args:
         used: names of words that have no other use; those that set keys are added.
     """
-    given, problems, flags = dict[str, Given](), list[str](), dict[str, str]()
+    given, problems, flags = dict[str, KeyValue](), list[str](), dict[str, str]()
     for value in values:
         before = given.setdefault(system.name_of(value.key), value)
         if before.text != value.text:
@@ -212,7 +212,7 @@ def _translate(
     for word, text in [(word, text) for word, text in typed.items() if word not in used]:
         key, ours = system.name_of(word.replace("-", "_")), setting_named(word)
         if key in system.rows and (ours is None or values):
-            given[key] = Given(word, text)
+            given[key] = KeyValue(word, text)
             used.add(word)
         elif ours is not None:
             flags[ours] = text or "none"
