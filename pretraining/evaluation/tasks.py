@@ -98,7 +98,7 @@ def load_harness(config: EvaluationConfig) -> Harness:
 
 
 def open_tasks(config: TrainConfig, processes: Processes, dims: Dims, trained_length: int) -> Tasks | None:
-    """Open the tasks of the settings; None if there are none. A collective call that raises as `Harness` and its rehearsal.
+    """Open the tasks of the settings, if there are any. A collective call that raises as `Harness` and its rehearsal.
 
     Args:
         trained_length: tokens of the sequences that the model was trained on; 0 = unknown.

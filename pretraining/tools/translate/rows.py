@@ -19,7 +19,7 @@ class NotALlamaError(ValueError):
 
 
 class Key(NamedTuple):
-    """What becomes of one key.
+    """Meaning of one key.
 
     Attributes:
         setting: our setting; "" if `convert` returns settings by name, or if there is none.
