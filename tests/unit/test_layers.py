@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -129,6 +130,13 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     }
     circle = {name: list(imported_modules(source, "p")) for name, source in sources.items()}
     assert set(circle_in(circle)) == {"p.a", "p.b", "p.c"}
+
+
+def test_no_two_classes_and_no_two_modules_have_one_name() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
+    classes = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    modules = [path.stem for path in FILES if path.stem != "__init__"]
+    assert [name for name, count in Counter(classes + modules).items() if count > 1] == []
 
 
 def test_settings_and_launch_load_no_torch() -> None:
