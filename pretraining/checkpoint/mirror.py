@@ -80,13 +80,14 @@ class TakenOverError(CheckpointError):
 # Start of a run
 
 
-def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
+def list_copies(config: CheckpointConfig, tries: int = 1, *, writes: bool = True) -> Copies:
     """List the checkpoints in a run's mirror, after a check that the run may write there; in one process.
 
     Nothing is written into the run's folder, so a start that is refused later leaves no trace of a wrong mirror.
 
     Args:
         tries: maximum, if the store fails.
+        writes: whether to check that the store can be written.
 
     Raises:
         StoreError: the store cannot be used.
@@ -99,8 +100,9 @@ def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
 
     def read() -> Copies:
         copies, probe = read_copies(address), f"probe.{secrets.token_hex(4)}"
-        store.write(probe, [b"may this run write here?"])
-        store.remove(probe)
+        if writes:
+            store.write(probe, [b"may this run write here?"])
+            store.remove(probe)
         _check_run_id(store, folder, copies)
         return copies
 

@@ -18,15 +18,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
-from pretraining.checkpoint.copies import read_copies
 from pretraining.checkpoint.lease import must_wait_for_lease
-from pretraining.checkpoint.own_checkpoints import NO_COPIES
+from pretraining.checkpoint.mirror import list_copies
 from pretraining.checkpoint.run_folder import FROM_DATA, STATUS_FILE, find_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.assignments import Assignment
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.read import Given
-from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.launch.layout import ProcessLayout
@@ -62,7 +61,9 @@ def dry_run(given: Given[TrainConfig], layout: ProcessLayout, stop_requests: Sto
         path = on_rank_zero(lambda: find_run_folder(given.config))
         checkpoint = replace(given.config.checkpoint, ckpt_save_path=path)
         in_folder = replace(given.config, checkpoint=checkpoint)
-        config, start = find_and_complete(in_folder, lambda: _find_start(checkpoint))
+        config, start = find_and_complete(
+            in_folder, lambda: find_start(checkpoint, copies=list_copies(checkpoint, writes=False))
+        )
         if processes.is_main:
             _print(describe_settings(config, given, start))
         if config.checkpoint.ckpt_save_path is not None:
@@ -73,12 +74,6 @@ def dry_run(given: Given[TrainConfig], layout: ProcessLayout, stop_requests: Sto
         log_plan(plan)
         on_every_rank(requests.raise_if_signalled)
         on_every_rank(lambda: _print(_describe_next_step(plan)) if processes.is_main else None)
-
-
-def _find_start(config: CheckpointConfig) -> CheckpointRef | None:
-    """Find the start point, here or in the mirror, as a start does."""
-    copies = NO_COPIES if config.ckpt_mirror_path is None else read_copies(config.ckpt_mirror_path)
-    return find_start(config, copies=copies)
 
 
 def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> None:

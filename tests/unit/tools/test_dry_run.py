@@ -104,12 +104,18 @@ def test_a_resume_is_planned_from_its_checkpoint_with_the_changes(tmp_path: Path
     assert "the run is finished: step 4 of 4" in show(*same)
 
 
-def test_a_dry_run_on_a_new_disk_starts_from_the_checkpoint_in_the_mirror(tmp_path: Path, show: Show) -> None:
+def test_a_dry_run_on_a_new_disk_starts_from_the_checkpoint_in_the_mirror_of_its_run(
+    tmp_path: Path, show: Show
+) -> None:
     flags = ["use_dummy_dataset=true", f"ckpt_mirror_path=file://{tmp_path}/store"]
     train(tmp_path / "run", *flags, "run_steps=2")
     (tmp_path / "run").rename(tmp_path / "lost")
     text = show(*flags, "--num_steps=4", f"--ckpt_save_path={tmp_path}/run")
     assert "step_2_ckp, step 2" in text and "starts with step 3" in text
+    train(tmp_path / "another", "use_dummy_dataset=true", "seed=5", "run_steps=1")
+    with pytest.raises(SystemExit) as ending:
+        show(*flags, "--num_steps=4", "--seed=5", f"--ckpt_save_path={tmp_path}/another")
+    assert "another run" in str(ending.value.__context__)
 
 
 def test_no_timestamped_folder_is_made_and_settings_of_the_start_point_are_named(tmp_path: Path, show: Show) -> None:
