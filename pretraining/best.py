@@ -1,10 +1,10 @@
-"""Best value of a run: the number of its evaluations that is followed, the best value so far, and how old that is.
+"""Best value that a run has reached in its evaluations, for the best checkpoint and for early stopping.
 
     Evaluator --record--> Best --is_best_at--> CheckpointManager: save the best checkpoint
                                --stop_if_due--> early stopping
 
-A run follows its evaluation loss. If `--best_by` names a number of a task or an evaluator, the run follows that number,
-too, and it decides in place of the loss. Values of different definitions are not compared.
+A run has a `Best` of its evaluation loss. If `--best_by` names a number of a task or an evaluator, the run has a second
+`Best` of this number, which decides in place of the loss. Values of different definitions are not compared.
 """
 
 from __future__ import annotations
