@@ -69,6 +69,7 @@ class CheckpointManager:
 
     Attributes:
         newest: newest committed checkpoint, or the one that the run was restored from.
+        newest_step: its step; 0 = there is none.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class CheckpointManager:
         self._preempt_interval = Interval(config.preempt_interval, training_tokens)
         self._loss, self._best = loss, best
         self.newest: Path | None = None
+        self.newest_step = 0
         self._has_trained = False
         self._saved_step: int | None = None
         self._unevaluated_step: int | None = None
@@ -103,7 +105,7 @@ class CheckpointManager:
             CheckpointError: the state of a component cannot be loaded.
         """
         saved = restored.manifest
-        self.newest = restored.path
+        self.newest, self.newest_step = restored.path, saved.step
         for name in (name for name in self._states if name in saved.state):
             try:
                 self._states[name].load_state_dict(saved.state[name])
@@ -253,7 +255,7 @@ class CheckpointManager:
     def _log_saved(self, saved: Checkpoint | None) -> None:
         """Log a checkpoint that was committed, if any, and start its copy to the mirror."""
         if saved is not None:
-            self.newest = saved.path
+            self.newest, self.newest_step = saved.path, saved.step
             log.info("step %d  checkpoint %s", saved.step, saved.path)
             self._observer.events.add("checkpoint", saved.step, kind=saved.kind, path=str(saved.path))
             if self._mirror is not None:

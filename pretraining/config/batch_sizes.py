@@ -70,11 +70,11 @@ def resolve_batch_sizes(
     Args:
         batch: settings.
         data_parallel_ranks: W, ranks with different sequences.
-        restored_global_batch_size: the checkpoint's, used unless `batch` gives one. `grad_accum_steps` is then derived,
-            so that the same command resumes on another number of ranks.
+        restored_global_batch_size: the checkpoint's, used unless `batch` gives one; None = this is a new run. A resumed
+            run derives `grad_accum_steps` unless it fits, so that the same command resumes on another number of ranks.
 
     Raises:
-        ConfigError: `grad_accum_steps` does not fit the global batch size.
+        ConfigError: `grad_accum_steps` does not fit the global batch size of a new run.
     """
     steps = batch.grad_accum_steps
     size = batch.global_batch_size
@@ -86,12 +86,14 @@ def resolve_batch_sizes(
 
     largest_share = -(-size // data_parallel_ranks)
     fewest = -(-largest_share // batch.batch_size)
-    if steps is None:
+    is_fitting = steps is not None and steps >= fewest and largest_share % steps == 0
+    if steps is None or (not is_fitting and restored_global_batch_size is not None):
         steps = fewest
-    if not fewest <= steps <= largest_share:
+    elif not is_fitting:
         raise ConfigError(
             f"global_batch_size={size} over {data_parallel_ranks} data-parallel ranks is {largest_share} sequences per "
-            f"rank. These do not fit grad_accum_steps={steps} micro-batches of batch_size={batch.batch_size}: give "
-            f"--grad_accum_steps from {fewest} to {largest_share}, or leave it out"
+            f"rank. These do not divide into grad_accum_steps={steps} micro-batches of at most "
+            f"batch_size={batch.batch_size}: give a --grad_accum_steps of at least {fewest} that divides "
+            f"{largest_share}, or leave it out"
         )
     return BatchSizes(size, -(-largest_share // steps), steps, data_parallel_ranks)

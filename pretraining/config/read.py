@@ -9,6 +9,7 @@ settings (`with_defaults`). The rules over what is given are checked last.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any, Generic, TypeVar
 from pretraining.config.assignments import COMMAND_LINE, RECIPE_NAMES, Assignment, Reader
 from pretraining.config.command_line import assign, read_words
 from pretraining.config.fields import setting, settings_of, values_of
+from pretraining.config.plugins import SCHEDULES
 from pretraining.config.recipe_files import read_recipe
 from pretraining.config.rules import find_problems
 from pretraining.config.run_recipe import continue_run
@@ -27,6 +29,8 @@ from pretraining.errors import ConfigError, PretrainError, Problem
 from pretraining.files import absolute_if_local, exists
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ def read(root: type[T], given: Sequence[Assignment], *, continues_runs: bool = F
     reader = read_values(root, given)
     for recipe in dict.fromkeys(assignment.source for assignment in given) if continues_runs else ():
         continue_run(reader, recipe)  # type: ignore[arg-type]
+    _replace_schedule(reader)
     config, problems = reader.build(), list[str | Problem](reader.problems)
     if config is not None:
         config = with_defaults(config, reader.chosen)
@@ -91,6 +96,18 @@ def read_values(root: type[T], given: Sequence[Assignment]) -> Reader[T]:
         for kept in (reader.values, reader.chosen):  # a data path replaces the recipe's generated data
             kept.pop("use_dummy_dataset", None)
     return reader
+
+
+def _replace_schedule(reader: Reader[Any]) -> None:
+    """Leave out a recipe's schedule in the annealing stage, which replaces it; a typed one is refused later."""
+    if reader.values.get("training_stage") != "annealing":
+        return
+    of_schedule = {"schedule", *(option for entry in SCHEDULES.values() for option in entry.options)} - {"min_lr_ratio"}
+    for name in sorted(of_schedule & reader.chosen.keys()):
+        if (given := reader.chosen[name]).source != COMMAND_LINE:
+            if reader.values[name] != reader.settings[name].default:
+                log.info("%s is left out: --training_stage=annealing replaces the schedule", given.where)
+            del reader.values[name], reader.chosen[name]
 
 
 def with_defaults(config: T, given: Collection[str]) -> T:

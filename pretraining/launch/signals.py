@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from pretraining.launch.layout import LAUNCHERS
+
 OUT_OF_TIME = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Signals of schedulers ahead of a time limit: SLURM, submitit, SGE, HTCondor, and a limit of CPU seconds."""
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGHUP, *OUT_OF_TIME)
@@ -30,6 +32,8 @@ EMBEDDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU)
 INTERRUPTED = 130  # what shells report for SIGINT
 TIME_IS_OVER = "PRETRAINING_TIME_IS_OVER"  # names a file that scripts/torchrun.py watches for
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_RANKS = tuple(launcher.variables[0] for launcher in LAUNCHERS)
+"""Variables with the rank of this process, the innermost launcher's first."""
 
 
 def heeded(numbers: Iterable[signal.Signals] = PREEMPTION_SIGNALS) -> tuple[signal.Signals, ...]:
@@ -38,10 +42,11 @@ def heeded(numbers: Iterable[signal.Signals] = PREEMPTION_SIGNALS) -> tuple[sign
 
 
 class ReceivedSignals:
-    """The first signal to this process that requests a stop, or None."""
+    """The first signal to this process that requests a stop, or None. The first one of each kind prints a line."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
+        self._named: set[int] = set()
         self._listens = False
 
     def listen(self, numbers: Iterable[signal.Signals] | None = None) -> ReceivedSignals:
@@ -71,16 +76,15 @@ class ReceivedSignals:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
     @contextmanager
-    def recording_interrupts(self, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    def recording_interrupts(self) -> Iterator[None]:
         """Within a `with` block, record the first Ctrl-C, too; the next one raises KeyboardInterrupt.
 
         Without effect if signals are not recorded, or if the process ignores SIGINT, as background jobs of shells do.
         """
 
         def handle(number: int, frame: FrameType | None) -> None:
-            self._record(number, frame)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            _print_on_rank_zero("\ninterrupted: the run stops after this step; Ctrl-C again stops it at once", environ)
+            self._record(number, frame)
 
         if not self._listens:
             yield
@@ -91,6 +95,11 @@ class ReceivedSignals:
     def _record(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
             self.first = signal.Signals(number)
+        if number not in self._named:
+            self._named.add(number)
+            what = "interrupted" if number == signal.SIGINT else signal.Signals(number).name
+            again = "; Ctrl-C again stops it at once" if number == signal.SIGINT else ""
+            _print_on_rank_zero(f"\n{what}: the run stops before its next step{again}", os.environ)
 
 
 @contextmanager
@@ -110,7 +119,7 @@ def exit_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> Ite
 
 def _print_on_rank_zero(text: str, environ: Mapping[str, str]) -> None:
     """Write a line to stderr, without `print`, which the signal may have interrupted."""
-    if environ.get("RANK", "0") == "0":
+    if next((environ[name] for name in _RANKS if name in environ), "0") == "0":
         with suppress(OSError):  # stderr is closed
             os.write(2, f"{text}\n".encode())
 

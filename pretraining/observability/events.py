@@ -11,7 +11,7 @@
     evaluation        the evaluation loss
     rollback          a return to a checkpoint before skipped updates
     sample            text that the model generated
-    end               finished, preempted or failed; a killed process writes none
+    end               finished, preempted, failed, or refused (a mistake); a killed process writes none
 
 Components add their own events; only rank 0 keeps them. Each line is one write, so a kill leaves at most one incomplete
 line, which the next start terminates. `pretrain report` shows the events; training never reads them.

@@ -7,6 +7,7 @@ settings + GPUs -> mesh, batch -> memory of a GPU (estimate/memory.py) -> fits?
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,7 @@ from pretraining.estimate.costs import flops_per_token, parameter_count
 from pretraining.estimate.devices import GPUS, Gpu
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, Rank, estimate_memory, optimizer_state_bytes
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
+from pretraining.launch.program import FAILED
 from pretraining.text import count_of, describe_passes, describe_repeats, format_gib, format_seconds
 from pretraining.tools.command_settings import PlanConfig
 
@@ -64,7 +66,7 @@ class RunEstimate:
 
 
 def plan(config: PlanConfig) -> None:
-    """Print the estimate of a run.
+    """Print the estimate of a run; exit with code 1 if it does not fit.
 
     Raises:
         ConfigError: the GPUs do not divide into groups, or flags contradict each other.
@@ -76,6 +78,8 @@ def plan(config: PlanConfig) -> None:
         print(json.dumps(as_document(config, shape, estimate)))
     else:
         print("\n".join(_report(config, shape, cluster, estimate)))
+    if not estimate.fits:
+        sys.exit(FAILED)
 
 
 def estimate_run(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> RunEstimate:

@@ -222,7 +222,7 @@ def _status_of(code: int, run: Path) -> str:
     """Return "finished", "failed" or "killed"; torchrun's exit code does not tell the last two apart."""
     if code == 0:
         return "finished"
-    return "failed" if code == 1 and read_object(run / STATUS_FILE).get("status") in (None, "failed") else "killed"
+    return "failed" if code == 1 and read_object(run / STATUS_FILE).get("status") != "running" else "killed"
 
 
 def _last_error(output: bytes) -> str:

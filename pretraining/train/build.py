@@ -115,7 +115,7 @@ def build_run(plan: Plan, job: Job) -> Run:
     _take_over(run, job.status.events)
     on_rank_zero(lambda: _write_records(plan))
     on_every_rank(job.requests.raise_if_pending)
-    job.status.mark_training(plan.state)
+    job.status.mark_training(plan.state, lambda: run.checkpoints.newest_step)
     return run
 
 

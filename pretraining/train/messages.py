@@ -41,8 +41,10 @@ def log_plan(plan: Plan) -> None:
     number = torch.get_num_threads()
     threads = f", {count_of(number, 'thread')} each" if processes.device.type == "cpu" else ""
     compiled = "compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
-    ranks = config.parallel.context_parallel_size
+    ranks, context = config.parallel.context_parallel_size, plan.shape.max_position_embeddings
     shared = f", each sequence on {ranks} ranks (--context_parallel_size)" if ranks > 1 else ""
+    if config.data.seq_length > context:
+        shared += f"; the model's context has {context:,} (--max_position_embeddings), and exports will name the longer"
     reads, tasks = _count_reads(plan), plan.opened.tasks
     saves = processes.is_main and config.checkpoint.ckpt_save_path is not None
     unfinished = unfinished_saves(config.checkpoint.folder) if saves else ()

@@ -5,6 +5,7 @@
 Rank 0 writes the file when a start begins and ends. A killed run or machine leaves "running" behind, so each start
 counts as a crash until it ends in another way. A start that runs out of time before its first step counts, too: the
 next start would do the same. After too many such starts in a row, without a new checkpoint, the next start is refused.
+A start that is refused for a mistake leaves the state of a run that had ended, and is an event.
 No decision uses the time in the file, since clocks differ. The file also holds the run's id, made at its first start,
 and the number of its last branch.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -30,6 +32,8 @@ from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
 
+_ENDED = ("finished", "preempted", "failed")
+
 
 @dataclass(frozen=True)
 class RunStatus:
@@ -37,6 +41,7 @@ class RunStatus:
 
     Attributes:
         status: running, finished, preempted or failed.
+        step: step of the last save; while a start runs, of its start point.
         reason: why the run ended, or how far it got if it finished.
         starts_without_progress: starts in a row, this one included, that crashed before a new checkpoint or ran out of
             time before their first step.
@@ -78,6 +83,7 @@ class RunStatusWriter:
         self._started: RunStatus | None = None
         self._previous = RunStatus()
         self._state: TrainState | None = None
+        self._saved_step: Callable[[], int] = lambda: 0
 
     def __enter__(self) -> RunStatusWriter:
         return self
@@ -134,9 +140,9 @@ class RunStatusWriter:
             with writing_into(self._path):
                 self._write(self._started)
 
-    def mark_training(self, state: TrainState) -> None:
-        """Count any error from now on as a crash, and read the step from `state`."""
-        self._state = state
+    def mark_training(self, state: TrainState, saved_step: Callable[[], int]) -> None:
+        """Count any error from now on as a crash; `saved_step` returns the step of the last save."""
+        self._state, self._saved_step = state, saved_step
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         found = read_status(self._path) if self._started is not None else None
@@ -144,8 +150,16 @@ class RunStatusWriter:
             return  # no start was counted, or a later start owns the folder and the file
         step = self._started.step if self._state is None else self._state.step
         status, reason, is_crash = self._outcome(error, is_at_start=step <= self._started.step)
-        crashes = self._started.starts_without_progress - (not is_crash)
-        ended = replace(self._started, status=status, step=step, reason=reason, starts_without_progress=crashes)
+        ended = replace(
+            self._started,
+            status=status,
+            step=self._started.step if self._state is None else self._saved_step(),
+            reason=reason,
+            starts_without_progress=self._started.starts_without_progress - (not is_crash),
+        )
+        if status == "refused":
+            known = self._previous if self._previous.status in _ENDED else replace(ended, status="failed")
+            ended = replace(known, starts=ended.starts, run_id=ended.run_id, branch=ended.branch)
         try:
             self._write(ended)
         except OSError as problem:  # must not hide the error that ended the run
@@ -165,7 +179,8 @@ class RunStatusWriter:
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             return "failed", reason, not isinstance(error, KeyboardInterrupt)
         # All ranks report a wrong flag at once. It is no crash, and must not use up the allowed starts.
-        return "failed", str(error), not error.is_everywhere or self._state is not None
+        is_refused = error.is_everywhere and self._state is None
+        return "refused" if is_refused else "failed", str(error), not is_refused
 
     def _write(self, status: RunStatus) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")

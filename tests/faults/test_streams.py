@@ -42,7 +42,7 @@ def test_a_run_outlives_its_readers(streams: list[int], kind: str, progress: str
 def test_ctrl_c_finishes_the_step_saves_and_names_the_way_to_resume(tmp_path: Path, processes: int) -> None:
     run = tmp_path / "run"
     stderr = train(run, 130, CTRL_C, processes=processes)
-    assert stderr.count("interrupted: the run stops after this step; Ctrl-C again stops it at once\n") == 1
+    assert stderr.count("interrupted: the run stops before its next step; Ctrl-C again stops it at once\n") == 1
     said = "Interrupted at step 3 of 8 (Ctrl-C): saved; the same command resumes from there.\n"
     assert stderr.endswith(said) and stderr.count(said) == 1
     status = status_of(run)

@@ -54,6 +54,8 @@ def test_missing_batch_sizes_are_derived(batch: BatchConfig, count: int, plan: B
 def test_a_resumed_run_keeps_its_global_batch_on_any_number_of_ranks_unless_set(count: int) -> None:
     given = BatchConfig(batch_size=2, grad_accum_steps=4)
     assert resolve_batch_sizes(given, count, restored_global_batch_size=64).global_batch_size == 64
+    fixed = BatchConfig(batch_size=2, global_batch_size=64, grad_accum_steps=32)
+    assert resolve_batch_sizes(fixed, count, restored_global_batch_size=64).padding_sequences < count
     told = BatchConfig(global_batch_size=8)
     assert resolve_batch_sizes(told, count, restored_global_batch_size=64).global_batch_size == 8
 
@@ -61,8 +63,9 @@ def test_a_resumed_run_keeps_its_global_batch_on_any_number_of_ranks_unless_set(
 @pytest.mark.parametrize(
     ("batch", "count", "arithmetic"),
     [
-        (BatchConfig(batch_size=2, global_batch_size=64, grad_accum_steps=4), 2, "from 16 to 32"),
-        (BatchConfig(batch_size=2, global_batch_size=8, grad_accum_steps=3), 4, "from 1 to 2"),
+        (BatchConfig(batch_size=2, global_batch_size=64, grad_accum_steps=4), 2, "at least 16 that divides 32"),
+        (BatchConfig(batch_size=2, global_batch_size=8, grad_accum_steps=3), 4, "at least 1 that divides 2"),
+        (BatchConfig(batch_size=4, global_batch_size=8, grad_accum_steps=3), 1, "at least 2 that divides 8"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused(batch: BatchConfig, count: int, arithmetic: str) -> None:

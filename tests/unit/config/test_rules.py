@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ import pytest
 from pretraining.config.fields import build, settings_of
 from pretraining.config.read import check_config, load_train_config
 from pretraining.config.rules import find_problems, ineffective_settings
-from pretraining.config.training import DataConfig, ModelConfig, RunConfig, TrainConfig, checkpointed_blocks
+from pretraining.config.training import (
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+    checkpointed_blocks,
+)
 from pretraining.config.values import parse_value
 from pretraining.errors import ConfigError
 
@@ -163,6 +171,19 @@ def test_a_setting_without_effect_is_listed(flags: list[str], named: list[str]) 
     """Users flip one flag to measure speed, or the cost of checkpointing."""
     found = ineffective_settings(load_train_config(flags))
     assert [ConfigError(remark).settings[0] for remark in found] == named
+
+
+def test_annealing_replaces_the_schedule_of_a_recipe_and_refuses_a_typed_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = tmp_path / "wsd.yaml"
+    recipe.write_text("use_dummy_dataset: true\nschedule: wsd\nstable_steps: 10\nmin_lr_ratio: 0.2\n")
+    caplog.set_level("INFO")
+    flags = [f"recipe={recipe}", "training_stage=annealing"]
+    assert load_train_config(flags).schedule == ScheduleConfig(training_stage="annealing", min_lr_ratio=0.2)
+    assert [line.partition(": ")[2].partition(":")[0] for line in caplog.messages] == ["schedule", "stable_steps"]
+    with pytest.raises(ConfigError, match="leave it out, or --schedule"):
+        load_train_config([*flags, "schedule=constant"])
 
 
 @pytest.mark.parametrize(

@@ -30,16 +30,20 @@ def test_the_scripts_list_the_signals_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
-def test_the_first_signal_is_recorded_and_ignored_ones_stay_ignored(number: signal.Signals) -> None:
+def test_the_first_signal_is_recorded_and_ignored_ones_stay_ignored(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
     for each in PREEMPTION_SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     ignored, *others = (each for each in PREEMPTION_SIGNALS if each is not number)
     signal.signal(ignored, signal.SIG_IGN)
     signals = ReceivedSignals().listen()
     assert signal.getsignal(ignored) is signal.SIG_IGN and signals.first is None
-    for each in (ignored, number, *others):
+    for each in (ignored, number, *others, number):
         signal.raise_signal(each)
     assert signals.first is number
+    lines = [f"\n{each.name}: the run stops before its next step\n" for each in (number, *others)]
+    assert capfd.readouterr().err == "".join(lines)  # the first of each kind prints one
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, lambda *_: None])
@@ -77,8 +81,9 @@ with exit_at_interrupt("interrupted"):
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "interrupted\n"), ("3", "")])
-def test_an_interrupt_during_imports_is_a_line_of_one_process(rank: str, said: str) -> None:
-    done = run_python(INTERRUPTED_IMPORT, {"RANK": rank})
+@pytest.mark.parametrize("variable", ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PALS_RANKID"])
+def test_an_interrupt_during_imports_is_a_line_of_one_process(variable: str, rank: str, said: str) -> None:
+    done = run_python(INTERRUPTED_IMPORT, {variable: rank})
     assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
 
 

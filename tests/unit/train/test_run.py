@@ -144,6 +144,31 @@ def test_the_batch_is_kept_at_a_resume_unless_named(tmp_path: Path) -> None:
     assert [(event["step"], event["global_batch_size"]) for event in phases] == [(0, 6), (4, 4)]
 
 
+def test_micro_batches_that_do_not_divide_a_share_are_refused_at_first_and_derived_at_a_resume(tmp_path: Path) -> None:
+    flags = ("batch_size=4", "global_batch_size=8", "grad_accum_steps=3")
+    assert "grad_accum_steps" in refusal(tmp_path, *flags).settings
+    start(tmp_path, "global_batch_size=8", "batch_size=4", "num_steps=1")
+    start(tmp_path, *flags, "num_steps=2")
+    assert tokens_seen(tmp_path) == [256, 512]
+
+
+def test_sequences_beyond_the_context_of_the_model_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for length, is_said in ((32, False), (33, True)):
+        start(tmp_path / str(length), "max_position_embeddings=32", f"seq_length={length}", "num_steps=1")
+        assert ("the model's context has 32 (--max_position_embeddings)" in capsys.readouterr().out) is is_said
+
+
+def test_a_refused_start_leaves_the_status_of_a_finished_run(tmp_path: Path) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    run = tmp_path / "run"
+    start(run, f"data_path={data}", "num_steps=2")
+    refusal(run, f"data_path={data}", "num_steps=4", "datasets=first,nowhere")
+    assert (status_of(run)["status"], status_of(run)["step"]) == ("finished", 2)
+    assert [event["status"] for event in events_of(run) if event["event"] == "end"] == ["finished", "refused"]
+
+
 def test_weights_datasets_and_batch_change_at_a_resume_and_the_length_in_tokens_holds(tmp_path: Path) -> None:
     data = write_two_datasets(tmp_path / "data")
     write_dataset(tmp_path / "data" / "third", seed=2)

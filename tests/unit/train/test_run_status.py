@@ -16,6 +16,7 @@ from unit.train import whole_runs
 from pretraining.checkpoint.run_folder import STATUS_FILE
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.errors import CheckpointError, ConfigError, LostPeerError
+from pretraining.observability.events import EVENTS_FILE
 from pretraining.progress import Progress, TrainState
 from pretraining.train.preemption import TIME_LIMIT, preemption_error
 from pretraining.train.run_status import RunStatusWriter, read_status
@@ -51,7 +52,7 @@ def start(
             status.begin(run, point)
         if reached is not None:
             state = TrainState(10, 8, 1, Progress(point.step, point.step))
-            status.mark_training(state)
+            status.mark_training(state, lambda: state.step)
             state.progress = Progress(reached, reached)
         if error is not None:
             raise error
@@ -94,6 +95,26 @@ def test_an_end_is_written_down_and_counts_as_a_crash_where_it_is_one(
     assert (found["status"], found["step"], found["reason"]) == (status, 5 if reached is None else reached, reason)
     assert counts_of(tmp_path) == (1, crashes, 5) and re.fullmatch(r"[0-9a-f]{16}", str(found["run_id"]))
     assert {path.name for path in tmp_path.iterdir()} == {STATUS_FILE, "logs", "checkpoints"}
+
+
+@pytest.mark.parametrize("error", [None, TERMINATED, CRASH])
+def test_a_refused_start_leaves_the_state_of_a_run_that_had_ended(tmp_path: Path, error: Exception | None) -> None:
+    start(tmp_path, 0, reached=10, error=error)
+    before = status_of(tmp_path)
+    start(tmp_path, 10, error=everywhere(ConfigError("wrong flag")))
+    assert status_of(tmp_path) == before | {"starts": 2}
+    events = [json.loads(line) for line in (tmp_path / "logs" / EVENTS_FILE).read_text().splitlines()]
+    assert (events[-1]["event"], events[-1]["status"], events[-1]["reason"]) == ("end", "refused", "wrong flag")
+    start(tmp_path, 10, reached=10)
+    assert status_of(tmp_path)["status"] == "finished" and counts_of(tmp_path) == (3, 0, 10)
+
+
+def test_the_step_is_that_of_the_last_save(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), RunStatusWriter(2, is_writer=True) as status:
+        status.begin(tmp_path, at(3))
+        status.mark_training(TrainState(10, 8, 1, Progress(7, 7)), lambda: 6)
+        raise CRASH
+    assert status_of(tmp_path)["step"] == 6 and counts_of(tmp_path) == (1, 1, 3)
 
 
 def test_a_crash_loop_is_refused_with_a_remedy(tmp_path: Path) -> None:
@@ -206,5 +227,5 @@ def test_row_35_a_flipped_bit_of_the_status_is_logged_refuses_no_start_and_is_me
             found = read_status(path)
             assert found in (None, before) and len(caplog.messages) == (found is None)
         path.write_bytes(content.replace(b'"starts": 1', b'"starts": 3'))
-        status.mark_training(TrainState(10, 10, 1, Progress(10, 10)))
+        status.mark_training(TrainState(10, 10, 1, Progress(10, 10)), lambda: 10)
     assert status_of(tmp_path)["status"] == "finished" and counts_of(tmp_path) == (1, 0, 0)
