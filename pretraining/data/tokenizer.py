@@ -65,6 +65,23 @@ TOKENIZER_FILES = ("tokenizer*.json", *_KEPT_FILES, f"{_TEMPLATE_FOLDER}/*.jinja
 _LARGEST_FILE_BYTES, _LARGEST_TEMPLATE_BYTES, _MOST_TEMPLATES = 2**26, 2**20, 64
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 """Names of the end-of-text token to try if no file names the token."""
+_SPACE = "\u2581"
+"""Mark of a space in SentencePiece's form."""
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that a chat template sees."""
+IMPLIED = {
+    **dict.fromkeys(("GPT2", "CodeGen"), f"{END_OF_TEXT} {END_OF_TEXT} {END_OF_TEXT}"),
+    "GPTNeoX": f"{END_OF_TEXT} {END_OF_TEXT} {END_OF_TEXT} - <|padding|>",
+    **dict.fromkeys(("Qwen2", "Qwen3_5"), f"- {END_OF_TEXT} {END_OF_TEXT} - {END_OF_TEXT}"),
+    **dict.fromkeys(("Llama", "CodeLlama"), "<s> </s> <unk>"),
+    "Gemma": "<bos> <eos> <unk> - <pad> - <mask>",
+    "Cohere": "<BOS_TOKEN> <|END_OF_TURN_TOKEN|> <UNK> <SEP> <PAD> <CLS> <MASK_TOKEN>",
+    **dict.fromkeys(("Roberta", "XLMRoberta", "Nllb"), "<s> </s> <unk> </s> <pad> <s> <mask>"),
+    "Bert": "- - [UNK] [SEP] [PAD] [CLS] [MASK]",
+    "T5": "- </s> <unk> - <pad>",
+    "XGLM": "<s> </s> <unk> </s> <pad> <s>",
+}
+"""Special tokens of a class of tokenizers in transformers if its files name none, in the order of `SPECIAL_NAMES`."""
 
 
 @dataclass(frozen=True)
@@ -180,12 +197,17 @@ class Tokenizer:
     def byte_lengths(self) -> list[int] | None:
         """Return the UTF-8 bytes of text per id: 0 for special tokens and unused ids.
 
-        Supports byte-level BPE, and BPE and Unigram in SentencePiece's form; returns None for others.
+        Supports byte-level BPE, and BPE and Unigram in SentencePiece's form; returns None for others, and for those
+        without a token for the mark of a space, whose three bytes then stand for one.
         """
-        decoder = json.dumps(json.loads(self.definition).get("decoder"))
+        document = json.loads(self.definition)
+        decoder = json.dumps(document.get("decoder"))
         if '"ByteLevel"' in decoder:
             of_token: Callable[[str], int] = len  # each character stands for a byte (Radford et al. 2019, GPT-2)
         elif '"Metaspace"' in decoder or '"ByteFallback"' in decoder:
+            splitting = json.dumps([document.get("normalizer"), document.get("pre_tokenizer")], ensure_ascii=False)
+            if _SPACE in splitting and self.library.token_to_id(_SPACE) is None:
+                return None
             of_token = _sentencepiece_bytes
         else:
             return None
@@ -213,7 +235,7 @@ class Tokenizer:
     def special_tokens(self) -> dict[str, str]:
         """Texts of the special tokens with a name, such as bos_token, as transformers knows them."""
         special_tokens = parse_json(self.files.get(SPECIAL_TOKENS_FILE, b"{}"))
-        return _named_tokens(json.loads(self.config), special_tokens)
+        return _named_tokens(json.loads(self.config), special_tokens, self.library)
 
     @property
     def special_names(self) -> list[str]:
@@ -325,7 +347,8 @@ def load_tokenizer(path: str | Location) -> Tokenizer:
         ) from error
     files = _read_files(file.parent)
     config = _object_in(files.pop(TOKENIZER_CONFIG_FILE, b"{}"), file.parent / TOKENIZER_CONFIG_FILE)
-    named = _named_tokens(config, _object_in(files.get(SPECIAL_TOKENS_FILE, b"{}"), file.parent / SPECIAL_TOKENS_FILE))
+    special_tokens = _object_in(files.get(SPECIAL_TOKENS_FILE, b"{}"), file.parent / SPECIAL_TOKENS_FILE)
+    named = _named_tokens(config, special_tokens, library)
     special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
     name = named.get("eos_token") or next((usual for usual in _USUAL_END_OF_TEXT if usual in special), None)
     if name is not None and library.token_to_id(name) is None:
@@ -392,7 +415,7 @@ def load_fitting_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer:
 def _sentencepiece_bytes(token: str) -> int:
     """Count the bytes of a SentencePiece token: `\u2581` is a space, `<0x0A>` one byte."""
     is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-    return 1 if is_byte else len(token.replace("\u2581", " ").encode())
+    return 1 if is_byte else len(token.replace(_SPACE, " ").encode())
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -465,12 +488,20 @@ def _object_in(content: bytes, path: Location) -> dict[str, Any]:
     return document
 
 
-def _named_tokens(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens by name; special_tokens_map.json counts less if the config lists its added tokens."""
-    both = (special_tokens, config) if "added_tokens_decoder" in config else (config, special_tokens)
-    named = {}
-    for name, token in [entry for tokens in both for entry in tokens.items()]:
+def _named_tokens(
+    config: Mapping[str, Any], special_tokens: Mapping[str, Any], library: tokenizers.Tokenizer
+) -> dict[str, str]:
+    """Return the special tokens by name: those that the files give, else those of the class in the vocabulary.
+
+    A null gives no token. special_tokens_map.json counts less if the config lists its added tokens.
+    """
+    is_listed = "added_tokens_decoder" in config
+    given = {**special_tokens, **config} if is_listed else {**config, **special_tokens}
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
+    implied = dict(zip(SPECIAL_NAMES, IMPLIED.get(kind, "").split(), strict=False))
+    named = {name: token for name, token in implied.items() if token != "-" and library.token_to_id(token) is not None}
+    for name, token in given.items():
         text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            named[name] = text
-    return named
+        if name.endswith("_token"):
+            named[name] = text if isinstance(text, str) else ""
+    return {name: text for name, text in named.items() if text}
