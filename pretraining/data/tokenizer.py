@@ -33,7 +33,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from pretraining.errors import ConfigError, DataError
+from pretraining.errors import DataError
 from pretraining.files import (
     Location,
     check_inside,
@@ -68,7 +68,7 @@ _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _SPACE = "\u2581"
 """Mark of a space in SentencePiece's form."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that a chat template sees."""
+"""Special tokens with a name in transformers, which a chat template sees."""
 IMPLIED = {
     **dict.fromkeys(("GPT2", "CodeGen"), f"{END_OF_TEXT} {END_OF_TEXT} {END_OF_TEXT}"),
     "GPTNeoX": f"{END_OF_TEXT} {END_OF_TEXT} {END_OF_TEXT} - <|padding|>",
@@ -227,13 +227,18 @@ class Tokenizer:
     @property
     def begin_of_text(self) -> int | None:
         """Id of the special token that this tokenizer puts before a text; None if there is none."""
-        with_special = self.library.encode(self._sample, add_special_tokens=True).ids
-        without = self.encode(self._sample)
-        return with_special[0] if without and with_special[0] != without[0] else None
+        return next(iter(self.around[0]), None)
+
+    @property
+    def around(self) -> tuple[list[int], list[int]]:
+        """Ids of the special tokens that this tokenizer puts before and after a text."""
+        encoded = self.library.encode(self._sample, add_special_tokens=True)
+        own = [index for index, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
+        return (encoded.ids[: own[0]], encoded.ids[own[-1] + 1 :]) if own else ([], [])
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Texts of the special tokens with a name, such as bos_token, as transformers knows them."""
+        """Texts of the special tokens by name (`SPECIAL_NAMES`), as transformers knows them."""
         special_tokens = parse_json(self.files.get(SPECIAL_TOKENS_FILE, b"{}"))
         return _named_tokens(json.loads(self.config), special_tokens, self.library)
 
@@ -401,17 +406,6 @@ def _parse(definition: bytes, *, special_tokens: bool) -> tokenizers.Tokenizer:
     return library
 
 
-def load_fitting_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer:
-    """Read a tokenizer as `load_tokenizer` does; raise a ConfigError if it does not fit the model's vocabulary."""
-    tokenizer = load_tokenizer(path)
-    if not tokenizer.fits(vocab_size):
-        raise ConfigError(
-            f"--tokenizer_path={path} has {tokenizer.vocab_size} entries, but the model has {vocab_size}: give the "
-            f"tokenizer that encoded the data, or train with --vocab_size={tokenizer.vocab_size} or more"
-        )
-    return tokenizer
-
-
 def _sentencepiece_bytes(token: str) -> int:
     """Count the bytes of a SentencePiece token: `\u2581` is a space, `<0x0A>` one byte."""
     is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
@@ -495,13 +489,10 @@ def _named_tokens(
 
     A null gives no token. special_tokens_map.json counts less if the config lists its added tokens.
     """
-    is_listed = "added_tokens_decoder" in config
-    given = {**special_tokens, **config} if is_listed else {**config, **special_tokens}
+    first, second = (special_tokens, config) if "added_tokens_decoder" in config else (config, special_tokens)
     kind = str(config.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
-    implied = dict(zip(SPECIAL_NAMES, IMPLIED.get(kind, "").split(), strict=False))
-    named = {name: token for name, token in implied.items() if token != "-" and library.token_to_id(token) is not None}
-    for name, token in given.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token"):
-            named[name] = text if isinstance(text, str) else ""
-    return {name: text for name, text in named.items() if text}
+    implied = zip(SPECIAL_NAMES, IMPLIED.get(kind, "").split(), strict=False)
+    known = {name: token for name, token in implied if token != "-" and library.token_to_id(token) is not None}
+    found = {**known, **first, **second}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: text for name, text in texts.items() if name in SPECIAL_NAMES and isinstance(text, str)}

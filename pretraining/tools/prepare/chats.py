@@ -23,7 +23,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pretraining.data.tokenizer import SPECIAL_NAMES, Tokenizer
+from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.prepare.documents import Document, unicode_fault
 from pretraining.tools.prepare.units import Input
@@ -46,17 +46,13 @@ def with_template(corpus: Input, tokenizer: Tokenizer | None) -> Input:
             f"--text_field={corpus.settings['text_field']} holds chats, and the tokenizer has no chat template: give "
             "one that has, such as that of an instruction-tuned model, with --tokenizer_path and a new --output_path"
         )
-    given = json.dumps([tokenizer.chat_template, _names(tokenizer)])
+    given = json.dumps([tokenizer.chat_template, tokenizer.special_tokens])
     return replace(corpus, settings={**corpus.settings, "chat_template": hashlib.sha256(given.encode()).hexdigest()})
 
 
 def time_for(tokenizer: Tokenizer) -> str:
     """Return the time that a chat template may write; empty if it writes none."""
     return datetime.now().isoformat() if "strftime_now" in (tokenizer.chat_template or "") else ""
-
-
-def _names(tokenizer: Tokenizer) -> dict[str, str]:
-    return {name: token for name, token in tokenizer.special_tokens.items() if name in SPECIAL_NAMES}
 
 
 class ChatRenderer:
@@ -70,7 +66,7 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, now: str) -> None:
-        self._names = _names(tokenizer)
+        self._names = tokenizer.special_tokens
         self._marks = Marks(tokenizer)
         try:
             self._template = _compile(tokenizer.chat_template or "", now)
