@@ -166,7 +166,7 @@ class DataConfig:
         per_node=True,
         may_be_address=True,
     )
-    accept_tokenizer: bool = setting(False, "start a new run although tokenizers of weights, data and flag differ")
+    accept_tokenizer: bool = setting(False, "start a new run although tokenizers differ or a token has no row")
     held_out_fraction: Share = setting(0.0, "fraction of documents kept for evaluation only", decides="documents")
     index_path: str | None = setting(
         None, "folder for document indices; none = each dataset's, or the user's cache folder", per_node=True

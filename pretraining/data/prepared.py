@@ -84,7 +84,7 @@ class KnownTokenizer(NamedTuple):
 
 
 def choose_tokenizer(
-    config: DataConfig, eval_datasets: Iterable[str], weights: KnownTokenizer | None = None, rows: int | None = None
+    config: DataConfig, eval_datasets: Iterable[str], weights: KnownTokenizer | None = None
 ) -> str | None:
     """Compare the tokenizers of data, weights and --tokenizer_path; return the path of the one to use, and log it.
 
@@ -92,7 +92,6 @@ def choose_tokenizer(
 
     Args:
         weights: tokenizer of the weights to start from; None if unknown.
-        rows: rows of the embedding, if they are known; a larger tokenizer is not taken.
 
     Raises:
         ConfigError: token ids differ, and `accept_tokenizer` is false.
@@ -113,16 +112,35 @@ def choose_tokenizer(
     if given is not None or any(other in prepared for other, _ in differences):
         return given
     for candidate in known:
-        problem, known_tokenizer = candidate.problem, candidate.tokenizer
-        if known_tokenizer is not None and rows is not None and not known_tokenizer.fits(rows):
-            problem = f"that of {candidate.path} has {known_tokenizer.vocab_size:,} entries, and the model {rows:,}"
-        if problem:
-            log.warning("no tokenizer is used: %s", problem)
+        if candidate.problem:
+            log.warning("no tokenizer is used: %s", candidate.problem)
             return None
-        if known_tokenizer is not None:
+        if candidate.tokenizer is not None:
             log.info("tokenizer   %s, %s", candidate.path, candidate.what)
             return text_of(candidate.path.absolute())
     return None
+
+
+def check_rows(config: DataConfig, rows: int) -> None:
+    """Check that a model with this many rows has one for each token of the tokenizer's own vocabulary.
+
+    Tokens that were added to the vocabulary are a log line.
+
+    Raises:
+        ConfigError: a token has no row, and `accept_tokenizer` is false.
+        DataError: the tokenizer cannot be read.
+    """
+    tokenizer = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
+    if tokenizer is None or tokenizer.vocab_size <= rows:
+        return
+    size, fits = tokenizer.vocab_size, tokenizer.fits(rows)
+    problem = f"the tokenizer of {config.tokenizer_path} has {size} entries, but the model has {rows} rows"
+    if not fits and not config.accept_tokenizer:
+        raise ConfigError(
+            f"{problem}: the first text with a token beyond them would stop the run. Train with --vocab_size={size} or "
+            "more, or accept it: --accept_tokenizer=true"
+        )
+    (log.info if fits else log.warning)("%s: text with a token beyond them stops the run", problem)
 
 
 def _compare(known: Sequence[KnownTokenizer]) -> Iterator[tuple[KnownTokenizer, str]]:

@@ -33,7 +33,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from pretraining.errors import ConfigError, DataError
+from pretraining.errors import DataError
 from pretraining.files import (
     Location,
     check_inside,
@@ -65,6 +65,23 @@ TOKENIZER_FILES = ("tokenizer*.json", *_KEPT_FILES, f"{_TEMPLATE_FOLDER}/*.jinja
 _LARGEST_FILE_BYTES, _LARGEST_TEMPLATE_BYTES, _MOST_TEMPLATES = 2**26, 2**20, 64
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 """Names of the end-of-text token to try if no file names the token."""
+_SPACE = "\u2581"
+"""Mark of a space in SentencePiece's form."""
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens with a name in transformers, which a chat template sees."""
+IMPLIED = {
+    **dict.fromkeys(("GPT2", "CodeGen"), f"{END_OF_TEXT} {END_OF_TEXT} {END_OF_TEXT}"),
+    "GPTNeoX": f"{END_OF_TEXT} {END_OF_TEXT} {END_OF_TEXT} - <|padding|>",
+    **dict.fromkeys(("Qwen2", "Qwen3_5"), f"- {END_OF_TEXT} {END_OF_TEXT} - {END_OF_TEXT}"),
+    **dict.fromkeys(("Llama", "CodeLlama"), "<s> </s> <unk>"),
+    "Gemma": "<bos> <eos> <unk> - <pad> - <mask>",
+    "Cohere": "<BOS_TOKEN> <|END_OF_TURN_TOKEN|> <UNK> <SEP> <PAD> <CLS> <MASK_TOKEN>",
+    **dict.fromkeys(("Roberta", "XLMRoberta", "Nllb"), "<s> </s> <unk> </s> <pad> <s> <mask>"),
+    "Bert": "- - [UNK] [SEP] [PAD] [CLS] [MASK]",
+    "T5": "- </s> <unk> - <pad>",
+    "XGLM": "<s> </s> <unk> </s> <pad> <s>",
+}
+"""Special tokens of a class of tokenizers in transformers if its files name none, in the order of `SPECIAL_NAMES`."""
 
 
 @dataclass(frozen=True)
@@ -180,12 +197,17 @@ class Tokenizer:
     def byte_lengths(self) -> list[int] | None:
         """Return the UTF-8 bytes of text per id: 0 for special tokens and unused ids.
 
-        Supports byte-level BPE, and BPE and Unigram in SentencePiece's form; returns None for others.
+        Supports byte-level BPE, and BPE and Unigram in SentencePiece's form; returns None for others, and for those
+        without a token for the mark of a space, whose three bytes then stand for one.
         """
-        decoder = json.dumps(json.loads(self.definition).get("decoder"))
+        document = json.loads(self.definition)
+        decoder = json.dumps(document.get("decoder"))
         if '"ByteLevel"' in decoder:
             of_token: Callable[[str], int] = len  # each character stands for a byte (Radford et al. 2019, GPT-2)
         elif '"Metaspace"' in decoder or '"ByteFallback"' in decoder:
+            splitting = json.dumps([document.get("normalizer"), document.get("pre_tokenizer")], ensure_ascii=False)
+            if _SPACE in splitting and self.library.token_to_id(_SPACE) is None:
+                return None
             of_token = _sentencepiece_bytes
         else:
             return None
@@ -205,15 +227,20 @@ class Tokenizer:
     @property
     def begin_of_text(self) -> int | None:
         """Id of the special token that this tokenizer puts before a text; None if there is none."""
-        with_special = self.library.encode(self._sample, add_special_tokens=True).ids
-        without = self.encode(self._sample)
-        return with_special[0] if without and with_special[0] != without[0] else None
+        return next(iter(self.around[0]), None)
+
+    @property
+    def around(self) -> tuple[list[int], list[int]]:
+        """Ids of the special tokens that this tokenizer puts before and after a text."""
+        encoded = self.library.encode(self._sample, add_special_tokens=True)
+        own = [index for index, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
+        return (encoded.ids[: own[0]], encoded.ids[own[-1] + 1 :]) if own else ([], [])
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Texts of the special tokens with a name, such as bos_token, as transformers knows them."""
+        """Texts of the special tokens by name (`SPECIAL_NAMES`), as transformers knows them."""
         special_tokens = parse_json(self.files.get(SPECIAL_TOKENS_FILE, b"{}"))
-        return _named_tokens(json.loads(self.config), special_tokens)
+        return _named_tokens(json.loads(self.config), special_tokens, self.library)
 
     @property
     def special_names(self) -> list[str]:
@@ -325,7 +352,8 @@ def load_tokenizer(path: str | Location) -> Tokenizer:
         ) from error
     files = _read_files(file.parent)
     config = _object_in(files.pop(TOKENIZER_CONFIG_FILE, b"{}"), file.parent / TOKENIZER_CONFIG_FILE)
-    named = _named_tokens(config, _object_in(files.get(SPECIAL_TOKENS_FILE, b"{}"), file.parent / SPECIAL_TOKENS_FILE))
+    special_tokens = _object_in(files.get(SPECIAL_TOKENS_FILE, b"{}"), file.parent / SPECIAL_TOKENS_FILE)
+    named = _named_tokens(config, special_tokens, library)
     special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
     name = named.get("eos_token") or next((usual for usual in _USUAL_END_OF_TEXT if usual in special), None)
     if name is not None and library.token_to_id(name) is None:
@@ -378,21 +406,10 @@ def _parse(definition: bytes, *, special_tokens: bool) -> tokenizers.Tokenizer:
     return library
 
 
-def load_fitting_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer:
-    """Read a tokenizer as `load_tokenizer` does; raise a ConfigError if it does not fit the model's vocabulary."""
-    tokenizer = load_tokenizer(path)
-    if not tokenizer.fits(vocab_size):
-        raise ConfigError(
-            f"--tokenizer_path={path} has {tokenizer.vocab_size} entries, but the model has {vocab_size}: give the "
-            f"tokenizer that encoded the data, or train with --vocab_size={tokenizer.vocab_size} or more"
-        )
-    return tokenizer
-
-
 def _sentencepiece_bytes(token: str) -> int:
     """Count the bytes of a SentencePiece token: `\u2581` is a space, `<0x0A>` one byte."""
     is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-    return 1 if is_byte else len(token.replace("\u2581", " ").encode())
+    return 1 if is_byte else len(token.replace(_SPACE, " ").encode())
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -465,12 +482,17 @@ def _object_in(content: bytes, path: Location) -> dict[str, Any]:
     return document
 
 
-def _named_tokens(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens by name; special_tokens_map.json counts less if the config lists its added tokens."""
-    both = (special_tokens, config) if "added_tokens_decoder" in config else (config, special_tokens)
-    named = {}
-    for name, token in [entry for tokens in both for entry in tokens.items()]:
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            named[name] = text
-    return named
+def _named_tokens(
+    config: Mapping[str, Any], special_tokens: Mapping[str, Any], library: tokenizers.Tokenizer
+) -> dict[str, str]:
+    """Return the special tokens by name: those that the files give, else those of the class in the vocabulary.
+
+    A null gives no token. special_tokens_map.json counts less if the config lists its added tokens.
+    """
+    first, second = (special_tokens, config) if "added_tokens_decoder" in config else (config, special_tokens)
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
+    implied = zip(SPECIAL_NAMES, IMPLIED.get(kind, "").split(), strict=False)
+    known = {name: token for name, token in implied if token != "-" and library.token_to_id(token) is not None}
+    found = {**known, **first, **second}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: text for name, text in texts.items() if name in SPECIAL_NAMES and isinstance(text, str)}

@@ -17,8 +17,7 @@ from torch import nn
 from pretraining.best import Measure
 from pretraining.config.plugins import load_plugin, plugin_errors
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import resolve_shape
-from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
+from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.distributed.compile import without_compiling
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.distributed.processes import on_every_rank, on_rank_zero
@@ -138,7 +137,6 @@ def open_evaluators(
         return found
 
     def read() -> Tokenizer | None:
-        rows = resolve_shape(config.model).vocab_size
-        return None if tokenizer_path is None else load_fitting_tokenizer(tokenizer_path, rows)
+        return None if tokenizer_path is None else load_tokenizer(tokenizer_path)
 
     return Evaluators(on_every_rank(make), on_rank_zero(read))

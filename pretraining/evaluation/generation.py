@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
+from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.distributed.compile import without_compiling
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
@@ -118,14 +118,14 @@ def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int], tuple[int, .
     """Return tokenizer, prompt and ends of generated text; None if the settings ask for no text.
 
     Raises:
-        DataError, ConfigError: the tokenizer cannot be read, or has more tokens than the model, or the prompt is longer
-            than the context.
+        DataError, ConfigError: the tokenizer cannot be read, or the prompt has a token without a row or is longer than
+            the context.
     """
     data = config.data
     if data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
         return None
     rows = resolve_shape(config.model).vocab_size
-    tokenizer = load_fitting_tokenizer(data.tokenizer_path, rows)
+    tokenizer = load_tokenizer(data.tokenizer_path)
     ends = tuple(each for each in (data.sep, tokenizer.end_of_text) if each is not None)[:1]
     prompt = encode_prompt(tokenizer, config.evaluation.sample_prompt, data.bos, ends)
     source = "--sample_prompt" if config.evaluation.sample_prompt else "the beginning of generated text"

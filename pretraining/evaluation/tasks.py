@@ -14,7 +14,7 @@ from torch import nn
 from pretraining.best import Measure
 from pretraining.config.training import EvaluationConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.data.tokenizer import load_fitting_tokenizer
+from pretraining.data.tokenizer import load_tokenizer
 from pretraining.distributed.dims import Dims
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError
@@ -111,9 +111,8 @@ def open_tasks(config: TrainConfig, processes: Processes, dims: Dims, trained_le
 
     def rehearse() -> Results:
         assert harness is not None
-        tokenizer, rows = load_fitting_tokenizer(path, shape.vocab_size), shape.vocab_size
         context = max(trained_length, shape.max_position_embeddings)  # as in an export
-        return results_of(harness.rehearse(tokenizer, rows, context, shape.sliding_window))
+        return results_of(harness.rehearse(load_tokenizer(path), shape.vocab_size, context, shape.sliding_window))
 
     rehearsal = on_rank_zero(rehearse)
     tokens = config.batch.batch_size * config.data.seq_length // config.parallel.context_parallel_size

@@ -136,7 +136,7 @@ def _evaluate(
     sources = planned.sources
     model = build_model(shape, config, dims, device)
     start = load_newest(source, tensor_state(model.parameters, None))
-    table_V = byte_lengths(config, processes, shape.vocab_size)
+    table_V = byte_lengths(config, processes, shape.vocab_size) if sources else None
     stop = 0
 
     with HostSync() as host_sync:

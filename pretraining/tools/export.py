@@ -39,8 +39,8 @@ from pretraining.config.recipe_files import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.data.prepared import recorded_tokenizer
-from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
-from pretraining.errors import CheckpointError, DataError
+from pretraining.data.tokenizer import Tokenizer, load_tokenizer
+from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.estimate.costs import parameter_count
 from pretraining.files import atomic_folder, exists, is_address, output_errors, write_flushed, write_json
 from pretraining.launch.terminal import print_text
@@ -151,7 +151,7 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
 def _export_gguf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredTensors) -> None:
     shape, output = shape_of(checkpoint.manifest), Path(config.output_path)
     _, document, _, tokenizer = _describe(config, checkpoint, read_origin(checkpoint.path))
-    split = check_supported(shape, tokenizer)
+    split = check_supported(shape, tokenizer, document)
     assert tokenizer is not None  # checked
     unfinished = output.with_name(f".{output.name}.partial")
     if exists(output):
@@ -214,12 +214,15 @@ def _find_tokenizer(config: ExportConfig, path: Path, settings: TrainConfig, sha
     """Return the tokenizer of `config`, else of the run; None, with a warning, if there is none.
 
     Raises:
-        ConfigError, DataError: the tokenizer of `config` cannot be read, or the tokenizer does not fit the model.
+        ConfigError, DataError: the tokenizer of `config` cannot be read, or has tokens without a row in the model.
     """
     named = config.tokenizer_path or recorded_tokenizer(settings.data, run_of(path.parent))
     try:
-        tokenizer = None if named is None else load_fitting_tokenizer(named, shape.vocab_size)
-    except DataError as error:
+        tokenizer = None if named is None else load_tokenizer(named)
+        if tokenizer is not None and not tokenizer.fits(shape.vocab_size):
+            sizes = f"{tokenizer.vocab_size} entries, but the model has {shape.vocab_size} rows"
+            raise ConfigError(f"the tokenizer of {named} has {sizes}: give that of the data, --tokenizer_path")
+    except (ConfigError, DataError) as error:
         if config.tokenizer_path is not None:
             raise
         log.warning("%s", error)

@@ -21,15 +21,27 @@ from pretraining.errors import ConfigError
 from pretraining.model.hf import parameter_shapes
 from pretraining.model.rope import rotary_frequencies
 
-# llama.cpp's names for the rules that split text into words before byte-pair merges.
-_GPT2_SPLIT, _LLAMA3_SPLIT = "gpt-2", "llama-bpe"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {
+    "gpt-2": ["ByteLevel"],
+    "llama-bpe": [f"Split pattern={_LLAMA3} behavior=Isolated", "ByteLevel use_regex=False"],
+}
+"""Rules of tokenizer.json that split text into words before byte-pair merges, by llama.cpp's name for them."""
+_UNSAID = {"use_regex=True", "add_prefix_space=False", "invert=False", "trim_offsets=True", "trim_offsets=False"}
+"""Settings of rules that are left out above."""
 
 
-def check_supported(shape: LlamaShape, tokenizer: Tokenizer | None) -> str:
+def check_supported(shape: LlamaShape, tokenizer: Tokenizer | None, config: Mapping[str, Any]) -> str:
     """Return llama.cpp's name for the way in which the tokenizer splits text.
 
+    Args:
+        config: content of config.json.
+
     Raises:
-        ConfigError: the package is missing, or llama.cpp's architecture "llama" cannot express the model.
+        ConfigError: the package is missing, or llama.cpp's architecture "llama" cannot express model or tokenizer.
     """
     try:
         import gguf  # noqa: F401
@@ -40,25 +52,40 @@ def check_supported(shape: LlamaShape, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         raise ConfigError("--format=gguf needs a tokenizer: give --tokenizer_path")
     document = json.loads(tokenizer.definition)
-    model, splitter = document["model"], document.get("pre_tokenizer") or {}
-    steps = splitter.get("pretokenizers", [splitter])
-    kinds = [step.get("type", "nothing") for step in steps]
-    pattern = (steps[0].get("pattern") or {}).get("Regex", "")
-    is_plain = kinds == ["ByteLevel"] and steps[0].get("use_regex", True) and not steps[0]["add_prefix_space"]
-    if model["type"] == "BPE" and is_plain:
-        return _GPT2_SPLIT
-    of_llama3 = (r"\p{N}{1,3}", "(?i:'s|'t|'re|'ve|'m|'ll|'d)")
-    if model["type"] == "BPE" and kinds == ["Split", "ByteLevel"] and all(part in pattern for part in of_llama3):
-        return _LLAMA3_SPLIT
-    raise ConfigError(
-        f"--format=gguf: the tokenizer is a {model['type']} that splits text by {' + '.join(kinds)}; supported is "
-        "byte-level BPE with the rules of GPT-2 or Llama 3. llama.cpp's own convert_hf_to_gguf.py may know it"
-    )
+    model, normalizer, splitter = (document.get(name) or {} for name in ("model", "normalizer", "pre_tokenizer"))
+    rules = [_describe(rule) for rule in splitter.get("pretokenizers", [splitter])]
+    split = next((name for name, known in _SPLITS.items() if model["type"] == "BPE" and rules == known), "")
+    (before, after), (begin, end) = tokenizer.around, begin_and_end(tokenizer, config)
+    if not split:
+        problem = (
+            f"is a {model['type']} that splits text by {' + '.join(rules)}; supported is byte-level BPE with the rules "
+            "of GPT-2 or Llama 3"
+        )
+    elif normalizer:
+        problem = f"has the normalizer {_describe(normalizer)}, which its files cannot hold"
+    elif before in ([], [begin]) and after in ([], [end]):
+        return split
+    else:
+        problem = f"puts the tokens {before} and {after} around texts, and config.json has only {begin} and {end}"
+    raise ConfigError(f"--format=gguf: the tokenizer {problem}. llama.cpp's own convert_hf_to_gguf.py may know it")
+
+
+def _describe(rule: Mapping[str, Any]) -> str:
+    """Return a rule of tokenizer.json in words: its type, and the settings that are not usual."""
+    values = {name: value.get("Regex", value) if isinstance(value, dict) else value for name, value in rule.items()}
+    settings = [f"{name}={value}" for name, value in values.items() if name != "type"]
+    return " ".join([rule.get("type", "nothing"), *(each for each in settings if each not in _UNSAID)])
+
+
+def begin_and_end(tokenizer: Tokenizer, config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return the tokens that begin and end a text: those of config.json, else the tokenizer's begin."""
+    begin, ends = config["bos_token_id"], config["eos_token_id"]
+    return tokenizer.begin_of_text if begin is None else begin, ends[0] if isinstance(ends, list) else ends
 
 
 def _unsupported(shape: LlamaShape) -> str:
     """Return what llama.cpp's architecture "llama" cannot express here; "" if nothing."""
-    plain = replace(shape, attention_bias="false", mlp_bias=False, model_family="llama", sliding_window=None)
+    plain = replace(shape, attention_bias="false", mlp_bias=False, model_family="llama")
     switches = [name for name, neutral in NEUTRAL.items() if getattr(plain, name) != neutral]
     found = [name for name in switches if name not in ("rms_norm_eps", "tie_word_embeddings", "rope_scaling")]
     has_bias = shape.attention_bias != "false" or shape.mlp_bias
@@ -122,6 +149,8 @@ def _add_dimensions(writer: Any, shape: LlamaShape, context: int) -> None:
     writer.add_feed_forward_length(shape.intermediate_size)
     writer.add_head_count(shape.num_attention_heads)
     writer.add_head_count_kv(shape.num_key_value_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
@@ -147,13 +176,14 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, config: Mapping[str, Any],
     writer.add_token_types(kinds)
     merges = document["model"]["merges"]
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
-    ends = config["eos_token_id"]
-    end = ends[0] if isinstance(ends, list) else ends
-    if config["bos_token_id"] is not None:
-        writer.add_bos_token_id(config["bos_token_id"])
+    begin, end = begin_and_end(tokenizer, config)
+    if begin is not None:
+        writer.add_bos_token_id(begin)
     if end is not None:
         writer.add_eos_token_id(end)
-    writer.add_add_bos_token(config["bos_token_id"] is not None)
+    before, after = tokenizer.around
+    writer.add_add_bos_token(bool(before))
+    writer.add_add_eos_token(bool(after))
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
 

@@ -166,6 +166,8 @@ def complete(given: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConf
         ConfigError: the settings do not fit the model, or datasets name different tokens.
         DataError: the tokenizer or a prepare.json cannot be read.
     """
+    from pretraining.data.prepared import check_rows  # imports NumPy
+
     data = _adopt_data(given, start)
     if given.evaluation.eval_tasks and data.tokenizer_path is None:
         data = replace(data, tokenizer_path=_tokenizer_of_tasks(start))
@@ -179,6 +181,8 @@ def complete(given: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConf
         check_same_model(start.manifest, shape, start.path, _CHANGEABLE if start.weights_only else ())
         if start.weights_only:
             _check_and_log_changes(start, shape, completed.data.tokenizer_path)
+    if start is None or start.weights_only or given.evaluation.eval_only:
+        check_rows(completed.data, resolve_shape(completed.model).vocab_size)
     return completed
 
 
@@ -209,7 +213,6 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
 
     data, sets, is_resumed = config.data, config.evaluation.eval_datasets, start is not None and not start.weights_only
     recorded, own = (start.manifest.data, start.config.data) if start is not None and is_resumed else ({}, DataConfig())
-    rows = config.model.vocab_size or (None if start is None else shape_of(start.manifest).vocab_size)
     if data.use_dummy_dataset:
         return data
     adopted: dict[str, Any] = {"accept_tokenizer": data.accept_tokenizer or own.accept_tokenizer}
@@ -230,7 +233,7 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
     if start is not None and not is_resumed:
         _warn_of_begin_token(start, data, weights)
     asked = data if asks else replace(data, accept_tokenizer=True)
-    return replace(data, tokenizer_path=choose_tokenizer(asked, sets, weights, rows))
+    return replace(data, tokenizer_path=choose_tokenizer(asked, sets, weights))
 
 
 def _warn_of_begin_token(start: CheckpointRef, data: DataConfig, weights: KnownTokenizer | None) -> None:

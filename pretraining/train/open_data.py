@@ -32,7 +32,7 @@ from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index_folder import find_index, receive_index
-from pretraining.data.tokenizer import load_fitting_tokenizer
+from pretraining.data.tokenizer import load_tokenizer
 from pretraining.distributed.processes import Processes, gather_from_every_rank, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError, DataError, PretrainError
 from pretraining.text import format_bytes, parse_bytes
@@ -139,10 +139,13 @@ def _share_index(files: DatasetFiles, config: DataConfig, processes: Processes) 
 
 
 def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> torch.Tensor | None:
-    """Return the text bytes of each token, [V] on the device; None if no tokenizer tells them."""
+    """Return the text bytes of each token, [V] on the device; None, with a log line, if the tokenizer has none."""
     path = config.data.tokenizer_path
-    lengths = None if path is None else on_rank_zero(lambda: load_fitting_tokenizer(path, vocab_size).byte_lengths())
+    if path is None:
+        return None
+    lengths = on_rank_zero(lambda: load_tokenizer(path).byte_lengths())
     if lengths is None:
+        log.info("evaluation  no bits per byte: the tokens of %s do not tell their bytes of text", path)
         return None
     table_V = torch.zeros(vocab_size, dtype=torch.int64)
     table_V[: len(lengths)] = torch.tensor(lengths[:vocab_size])

@@ -28,9 +28,9 @@ from pretraining.errors import DataError
 from pretraining.tools.prepare.documents import Document, unicode_fault
 from pretraining.tools.prepare.units import Input
 
-_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that a template sees."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_LABELS = {"role", "name", "tool_call_id"}
+"""Keys that say what a message is, and hold none of its content."""
 
 
 def with_template(corpus: Input, tokenizer: Tokenizer | None) -> Input:
@@ -46,17 +46,13 @@ def with_template(corpus: Input, tokenizer: Tokenizer | None) -> Input:
             f"--text_field={corpus.settings['text_field']} holds chats, and the tokenizer has no chat template: give "
             "one that has, such as that of an instruction-tuned model, with --tokenizer_path and a new --output_path"
         )
-    given = json.dumps([tokenizer.chat_template, _names(tokenizer)])
+    given = json.dumps([tokenizer.chat_template, tokenizer.special_tokens])
     return replace(corpus, settings={**corpus.settings, "chat_template": hashlib.sha256(given.encode()).hexdigest()})
 
 
 def time_for(tokenizer: Tokenizer) -> str:
     """Return the time that a chat template may write; empty if it writes none."""
     return datetime.now().isoformat() if "strftime_now" in (tokenizer.chat_template or "") else ""
-
-
-def _names(tokenizer: Tokenizer) -> dict[str, str]:
-    return {name: token for name, token in tokenizer.special_tokens.items() if name in _NAMES}
 
 
 class ChatRenderer:
@@ -70,7 +66,7 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, now: str) -> None:
-        self._names = _names(tokenizer)
+        self._names = tokenizer.special_tokens
         self._marks = Marks(tokenizer)
         try:
             self._template = _compile(tokenizer.chat_template or "", now)
@@ -87,6 +83,8 @@ class ChatRenderer:
         try:
             line = json.dumps(document.content, ensure_ascii=False, default=str)
             text = self._text_of(document.content)
+        except DataError as error:
+            return document._replace(content="", fault=str(error))
         except Exception as error:  # a template is a program: it raises any error for data that it does not expect
             fault = f"the chat template refuses it ({f'{type(error).__name__}: {error}'[:300]})"
             return document._replace(content="", fault=fault)
@@ -94,18 +92,58 @@ class ChatRenderer:
         return document._replace(content="" if fault else text, fault=fault, is_marked=is_marked)
 
     def _text_of(self, messages: list[Any]) -> str:
+        """Return the text of a chat; raise a DataError for a message whose content the template does not get."""
         chat = []
-        for message in messages:
+        for number, message in enumerate(messages, start=1):
             if not isinstance(message, dict):
-                raise TypeError("a message is no object with role and content")
+                raise DataError(f"message {number} is no object with role and content")
             present = {key: value for key, value in message.items() if value is not None}
+            if not isinstance(content := present.get("content", ""), str):
+                present["content"] = _text_of_parts(content, number)
             reasoning = next((present[key] for key in _REASONING if key in present), None)
             if reasoning is not None:  # templates read it under different names
                 present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
             chat.append(present)
+        text = self._render(chat)
+        for index, message in enumerate(chat):
+            if "content" not in message and self._is_lost(chat, index, text):
+                keys = ", ".join(map(repr, message))[:200]
+                raise DataError(
+                    f"message {index + 1} has no content, and the chat template writes nothing else of it (its keys "
+                    f"are {keys}): rename the key of its text to content"
+                )
+        return text
+
+    def _render(self, chat: list[Any]) -> str:
         return self._template.render(
             **self._names, messages=chat, tools=None, documents=None, add_generation_prompt=False
         )
+
+    def _is_lost(self, chat: list[Any], index: int, text: str) -> bool:
+        """Return whether a chat has this text also without what a message holds."""
+        bare = {key: value for key, value in chat[index].items() if key in _LABELS or not value}
+        try:
+            return self._render([*chat[:index], bare, *chat[index + 1 :]]) == text
+        except Exception:  # the template requires what is left out
+            return False
+
+
+class _Parts(str):
+    """Text of content that was given as parts; a template that goes through parts finds one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"type": "text", "text": str(self)}])
+
+
+def _text_of_parts(content: Any, number: int) -> _Parts:
+    """Return the text of a content of parts; raise a DataError if it holds anything else."""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        is_text = isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str)
+        if not is_text:
+            held = json.dumps(part, ensure_ascii=False, default=str)[:80]
+            raise DataError(f"the content of message {number} is neither text nor parts of text: it holds {held}")
+    return _Parts("".join(part["text"] for part in parts))
 
 
 class _Generation(Extension):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from pretraining.data.tokenizer import END_OF_TEXT, Tokenizer, library_threads, load_tokenizer, train_tokenizer
+from pretraining.data.tokenizer import (
+    END_OF_TEXT,
+    IMPLIED,
+    SPECIAL_NAMES,
+    Tokenizer,
+    library_threads,
+    load_tokenizer,
+    train_tokenizer,
+)
 from pretraining.errors import DataError
 
 TEXTS = ["def add(a, b):\n    return a + b\n" * 20, "The quick brown fox jumps over the lazy dog.\n" * 20]
@@ -145,6 +154,29 @@ def test_bytes_of_sentencepiece_tokens_and_of_added_ones(tmp_path: Path) -> None
     assert load_tokenizer(tmp_path).byte_lengths() == [0, 1, 4, 2, 5, 1, 6]
 
 
+@pytest.mark.parametrize("splits", ["normalizer", "pre_tokenizer", None])
+@pytest.mark.parametrize("space", ["\u2581", "other"])
+def test_a_space_that_is_written_as_the_bytes_of_its_mark_leaves_no_bytes(
+    tmp_path: Path, splits: str | None, space: str
+) -> None:
+    words = ["a", space, *(f"<0x{byte:02X}>" for byte in range(256))]
+    steps: dict[str, dict[str, object]] = {
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "never", "split": True},
+    }
+    vocabulary = {word: number for number, word in enumerate(words)}
+    definition = {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": True},
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        **({} if splits is None else {splits: steps[splits]}),
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    tokenizer = load_tokenizer(tmp_path)
+    lengths = tokenizer.byte_lengths()
+    assert (lengths is None) == (splits is not None and space == "other")
+    assert lengths is None or sum(lengths[token] for token in tokenizer.encode("a a  a")) == 6
+
+
 @pytest.mark.parametrize("decoder", [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}])
 def test_tokens_without_known_bytes_have_none(tmp_path: Path, decoder: dict[str, object] | None) -> None:
     definition = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "decoder": decoder}
@@ -269,6 +301,44 @@ def test_names_of_special_tokens_are_those_that_transformers_knows(tmp_path: Pat
         (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "b", "unk_token": null}')
         expected = {"bos_token": END_OF_TEXT, "eos_token": eos}
         assert load_tokenizer(tmp_path).special_tokens == load(tmp_path).special_tokens_map == expected
+
+
+CLASSES = sorted(IMPLIED)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_special_tokens_that_a_class_implies_are_those_of_transformers(name: str) -> None:
+    kind = getattr(pytest.importorskip("transformers"), f"{name}Tokenizer")
+    defaults = {key: each.default for key, each in inspect.signature(kind).parameters.items() if key in SPECIAL_NAMES}
+    pairs = zip(SPECIAL_NAMES, IMPLIED[name].split(), strict=False)
+    named = {key: None if token == "-" else token for key, token in pairs}
+    assert {**dict.fromkeys(SPECIAL_NAMES), **named} == {**dict.fromkeys(SPECIAL_NAMES), **defaults}
+
+
+@pytest.mark.parametrize("name", ["GPT2", "GPTNeoX", "Qwen2"])
+@pytest.mark.parametrize("suffix", ["Tokenizer", "TokenizerFast"])
+@pytest.mark.parametrize("given", [{}, {"bos_token": None, "pad_token": "a"}, {"eos_token": "b", "unk_token": None}])
+def test_a_folder_without_entries_has_the_special_tokens_of_its_class(
+    tmp_path: Path, name: str, suffix: str, given: dict[str, str | None]
+) -> None:
+    library = tokenizers.Tokenizer.from_str(TRAINED.definition.decode())
+    library.add_special_tokens(["<|padding|>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / CONFIG).write_text(json.dumps({"tokenizer_class": f"{name}{suffix}", **given}))
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    assert ours.special_tokens == theirs.special_tokens_map
+    assert (ours.end_of_text, ours.pad_token) == (theirs.eos_token_id, theirs.pad_token_id)
+    (tmp_path / "copy").mkdir()
+    ours.save(tmp_path / "copy")
+    assert load_tokenizer(tmp_path / "copy").special_tokens == ours.special_tokens
+
+
+def test_a_token_that_a_class_implies_counts_only_if_the_vocabulary_has_it(tmp_path: Path) -> None:
+    for name, expected in (("GPTNeoX", {"bos_token", "eos_token", "unk_token"}), ("Llama", {"eos_token"})):
+        TRAINED.save(tmp_path)  # without <|padding|> and <s>; its end of text has a usual name
+        (tmp_path / CONFIG).write_text(json.dumps({"tokenizer_class": f"{name}Tokenizer"}))
+        assert load_tokenizer(tmp_path).special_tokens == dict.fromkeys(expected, END_OF_TEXT)
 
 
 Change = Callable[[dict[str, Any]], object]

@@ -200,6 +200,10 @@ def test_a_lost_tokenizer_is_warned_of_and_a_named_one_must_fit(
         with pytest.raises(kind):
             run_export(tmp_path, output_path=str(tmp_path / "b"), tokenizer_path=named)
     assert not (tmp_path / "b").exists()
+    make_run(tmp_path / "own/run", tokenizer_path=path)  # accepted by its run
+    caplog.clear()
+    run_export(tmp_path / "own")
+    assert " entries, but the model has " in caplog.messages[0] and not (tmp_path / "own/out/tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from helpers import run_command
 from hypothesis import given
@@ -20,11 +21,12 @@ from pretraining.api import load_model
 from pretraining.config.read import check_config
 from pretraining.config.recipe_files import dump_config
 from pretraining.config.variants import LlamaShape
-from pretraining.data.tokenizer import train_tokenizer
+from pretraining.data.tokenizer import END_OF_TEXT, train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.evaluation.generation import CachedModel, stream_text
 from pretraining.launch.terminal import escape_controls
 from pretraining.model.hf import parameter_shapes
+from pretraining.tools import gguf_file
 from pretraining.tools.command_settings import ExportConfig, SampleConfig
 from pretraining.tools.export import export
 from pretraining.tools.sample import sample
@@ -235,6 +237,89 @@ def test_what_llama_cpp_does_not_know_and_an_existing_file_are_refused(tmp_path:
     with pytest.raises(ConfigError, match=r"its qk_norm, biases need llama\.cpp's own convert_hf_to_gguf\.py"):
         export(ExportConfig(str(run), str(tmp_path / "a.gguf"), format="gguf"))
     assert [path.name for path in tmp_path.iterdir() if "gguf" in path.name] == ["taken.gguf"]
+
+
+LLAMA3 = gguf_file._LLAMA3
+NEAR = LLAMA3.replace(r"\p{L}+", r"[\p{Lu}\p{Lt}\p{M}]*\p{L}+")
+"""Contains Llama 3's rules for numbers and for 's, as that of GPT-4o does."""
+
+
+def split_by(pattern: str, **more: object) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False, **more}
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}}
+
+
+def around(single: str) -> dict[str, Any]:
+    library = tokenizers.Tokenizer.from_str(TOKENIZER.definition.decode())
+    names = {name: library.token_to_id(name) for name in ("a", "b", END_OF_TEXT) if name in single}
+    library.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=list(names.items()))
+    return {"post_processor": json.loads(library.to_str())["post_processor"]}
+
+
+def gguf_of(root: Path, changes: dict[str, Any], shape: LlamaShape = WITH_TEXT, **data: Any) -> dict[str, Any]:
+    """Export a run whose tokenizer.json has these changes, and return the values of the file."""
+    gguf = pytest.importorskip("gguf", reason="needs the extra `slow`")
+    file = Path(make_tokenizer(root), "tokenizer.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    run = make_run(root, shape, tokenizer_path=str(file.parent), **data)
+    export(ExportConfig(str(run), str(root / "a.gguf"), format="gguf"))
+    fields = gguf.GGUFReader(root / "a.gguf").fields
+    return {name: field.contents() for name, field in fields.items() if len(field.data) == 1}
+
+
+END = TOKENIZER.end_of_text
+
+
+@pytest.mark.parametrize(
+    ("changes", "data", "adds"),
+    [
+        ({}, {"bos_token": 5}, (5, False, False)),
+        ({}, {}, (None, False, False)),
+        (around("a $A"), {"bos_token": TOKENIZER.encode("a")[0]}, (TOKENIZER.encode("a")[0], True, False)),
+        (around("a $A"), {}, (TOKENIZER.encode("a")[0], True, False)),
+        (around(f"$A {END_OF_TEXT}"), {"bos_token": 5}, (5, False, True)),
+        (split_by(LLAMA3), {}, (None, False, False)),
+    ],
+)
+def test_a_gguf_file_adds_what_the_tokenizer_adds(
+    tmp_path: Path, changes: dict[str, Any], data: dict[str, Any], adds: tuple[int | None, bool, bool]
+) -> None:
+    values = gguf_of(tmp_path, changes, **data)
+    names = ("bos_token_id", "add_bos_token", "add_eos_token")
+    assert tuple(values.get(f"tokenizer.ggml.{name}") for name in names) == adds
+    assert values["tokenizer.ggml.eos_token_id"] == END
+    assert values["tokenizer.ggml.pre"] == ("llama-bpe" if "pre_tokenizer" in changes else "gpt-2")
+
+
+def test_a_gguf_file_has_the_width_of_heads_that_are_not_the_hidden_width(tmp_path: Path) -> None:
+    shape = replace(WITH_TEXT, head_dim=2 * WITH_TEXT.head_dim)
+    values = gguf_of(tmp_path, {}, shape)
+    assert [values[f"llama.attention.{name}_length"] for name in ("key", "value")] == [shape.head_dim] * 2
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"normalizer": {"type": "NFC"}}, {}, "the tokenizer has the normalizer NFC, which its files cannot hold"),
+    (split_by(NEAR), {}, "splits text by Split pattern=(?i:'s|'t|"),
+    (split_by(LLAMA3, add_prefix_space=True), {}, "ByteLevel add_prefix_space=True use_regex=False; supported is"),
+    (split_by(LLAMA3, use_regex=True), {}, "+ ByteLevel; supported is byte-level BPE"),
+    (around("a $A"), {"bos_token": 5}, f"puts the tokens [{TOKENIZER.encode('a')[0]}] and [] around texts"),
+    (around("$A b"), {}, f"puts the tokens [] and [{TOKENIZER.encode('b')[0]}] around texts"),
+]
+
+
+@pytest.mark.parametrize(("changes", "data", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], data: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        gguf_of(tmp_path, changes, **data)
+    assert words in str(error.value) and "convert_hf_to_gguf.py may know it" in str(error.value)
+
+
+def test_a_sliding_window_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"its sliding_window need llama\.cpp's own"):
+        gguf_of(tmp_path, {}, replace(WITH_TEXT, sliding_window=8, model_family="mistral"))
 
 
 def test_without_its_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

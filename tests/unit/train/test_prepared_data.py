@@ -185,11 +185,55 @@ def test_another_or_a_damaged_tokenizer_beside_the_data_is_not_taken(
     assert ("no tokenizer is used: " in printed) == bool(why) and why in printed
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_not_taken_and_a_sample_of_text_needs_one(
+def test_a_tokenizer_with_a_token_that_has_no_row_is_refused_or_accepted_and_never_at_a_resume(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokenizer(tmp_path / "larger")
+    file, data = tmp_path / "larger/tokenizer.json", tmp_path / "data"
+    document = json.loads(file.read_text())
+    size = len(document["model"]["vocab"]) + 1
+    document["model"]["vocab"]["never there"] = size - 1
+    file.write_text(json.dumps(document))
+    encode(prepared / "web.jsonl", file, data)
+    few = [f"data_path={data}", *COMMON, f"vocab_size={size - 1}", "held_out_fraction=0.3"]
+    for more in ([], ["dry_run=true"], [f"tokenizer_path={data}"]):
+        error = refusal(tmp_path / "run", *few, *more)
+        assert f"the tokenizer of {data} has {size} entries, but the model has {size - 1} rows" in str(error)
+        assert f"--vocab_size={size} or more, or accept it: --accept_tokenizer=true" in str(error)
+        assert not (tmp_path / "run").exists()
+    accepted = [*few, "accept_tokenizer=true", f"tokenizer_path={data}", "sample_tokens=2", "sample_prompt=a"]
+    start(tmp_path / "run", *accepted, "run_steps=1")
+    assert "stops the run" in "".join(capsys.readouterr())
+    for more in ([], ["dry_run=true"], ["eval_only=true"]):  # the run has accepted it
+        start(tmp_path / "run", *few, f"tokenizer_path={data}", "run_steps=1", *more)
+        assert settings_of(tmp_path / "run").data.accept_tokenizer
+    assert metrics_of(tmp_path / "run", "evaluation_bits_per_byte")
+
+
+def test_a_run_that_began_before_its_tokenizer_was_known_is_not_refused_at_a_resume(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start(tmp_path / "run", f"data_path={data}", *COMMON, "vocab_size=256", "dry_run=true")
-    assert " entries, and the model 256" in "".join(capsys.readouterr())
+    few = [f"data_path={data}", *COMMON, f"vocab_size={load_tokenizer(data).vocab_size - 1}"]
+    hidden = (data / "web/prepare.json").rename(data / "kept.json")
+    start(tmp_path / "run", *few, "run_steps=1")
+    hidden.rename(data / "web/prepare.json")
+    start(tmp_path / "run", *few, f"tokenizer_path={data}", "run_steps=1")
+    error = refusal(tmp_path / "run", *few, f"tokenizer_path={data}", "eval_only=true")
+    assert "entries, but the model has" in str(error)
+
+
+def test_a_tokenizer_whose_tokens_do_not_tell_their_bytes_has_no_bits_per_byte_and_a_line(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    library.save(str(tmp_path / "words.json"))
+    (data / "web/prepare.json").unlink()
+    start(tmp_path / "run", f"data_path={data}", *COMMON, f"tokenizer_path={tmp_path / 'words.json'}", "vocab_size=300")
+    assert f"no bits per byte: the tokens of {tmp_path / 'words.json'} do not tell" in "".join(capsys.readouterr())
+    assert not metrics_of(tmp_path / "run", "evaluation_bits_per_byte")
+
+
+def test_a_sample_of_text_needs_a_tokenizer(data: Path, tmp_path: Path) -> None:
     flags = [f"data_path={data}", *COMMON, "sample_at_evaluations=true", "dry_run=true"]
     start(tmp_path / "run", *flags, model=MODEL)
     (data / "web/prepare.json").unlink()

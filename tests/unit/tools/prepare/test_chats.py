@@ -65,11 +65,37 @@ CHATS: list[list[dict[str, Any]]] = [
         {"role": "tool", "content": "2"},
     ],
     [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "parts"}]},
+        {"role": "user", "content": [{"type": "text", "text": "two "}, {"type": "text", "text": "parts", "n": None}]},
         {"role": "assistant", "content": ""},
     ],
-    [{"role": "assistant", "content": "I begin."}, {"role": "user"}],
+    [{"role": "assistant", "content": "I begin."}, {"role": "user", "content": ""}],
 ]
+# contents that no template gets, and what the error says
+NO_CONTENT: list[tuple[dict[str, Any], str]] = [
+    (
+        {"name": None},
+        "message 2 has no content, and the chat template writes nothing else of it (its keys are 'role'): rename the",
+    ),
+    ({"value": "hi"}, "its keys are 'role', 'value')"),
+    ({"text": "hi", "name": "Ann", "tool_calls": []}, "its keys are 'role', 'text', 'name', 'tool_calls')"),
+    ({"content": None, "function_call": {"name": "f"}}, "its keys are 'role', 'function_call')"),
+    ({"content": [{"type": "text", "text": "see"}, {"type": "image"}]}, 'it holds {"type": "image"}'),
+    ({"content": [{"type": "input_audio", "text": "hi"}]}, "message 2 is neither text nor parts of text: it holds {"),
+    ({"content": ["hi"]}, 'it holds "hi"'),
+    ({"content": {"type": "text", "value": "hi"}}, """it holds {"type": "text", "value": "hi"}"""),
+    ({"content": 5}, "it holds 5"),
+]
+PARTS_ALONE = "{% for message in messages %}{% for part in message.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+REQUIRED = (
+    "{% if 'content' not in messages[-1] and not messages[-1].tool_calls %}{{ raise_exception('empty') }}{% endif %}"
+)
+
+
+def as_text(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat with the text of each message's parts."""
+    parts = [message.get("content") for message in chat]
+    texts = ["".join(part["text"] for part in each) if isinstance(each, list) else each for each in parts]
+    return [{**message, "content": text} for message, text in zip(chat, texts, strict=True)]
 
 
 def tokenizer_with(folder: Path, template: str | None) -> Path:
@@ -113,7 +139,7 @@ def test_the_ids_are_those_of_transformers_and_refused_rows_are_bad_records(
     tmp_path: Path, template: str, encoder: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_for(tmp_path, template, CHATS, bad_records="skip", encoder=encoder)
-    wanted = wanted_of(tmp_path / "tokenizer", CHATS)
+    wanted = wanted_of(tmp_path / "tokenizer", [as_text(chat) for chat in CHATS])
     summary = prepare(config)
     assert rows(summary.folder) == [ids for ids in wanted if ids]
     assert len(summary.bad_record_names) == wanted.count(None) == summary.bad_records
@@ -127,6 +153,44 @@ def test_the_ids_are_those_of_transformers_and_refused_rows_are_bad_records(
     assert (tmp_path / "out/chat_template.jinja").read_text() == template
     assert summary.settings["special_tokens"] == "ids"
     assert prepare(config) == summary
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3_LIKE], ids=["chatml", "llama3"])
+def test_a_message_whose_content_the_template_does_not_get_is_a_bad_record(tmp_path: Path, template: str) -> None:
+    chats = [[{"role": "user", "content": "q"}, {"role": "assistant", **each}] for each, _ in NO_CONTENT]
+    config = config_for(tmp_path, template, [CHATS[0], *chats], bad_records="skip")
+    summary = prepare(config)
+    assert rows(summary.folder) == wanted_of(tmp_path / "tokenizer", CHATS[:1])
+    for row, (name, (_, words)) in enumerate(zip(summary.bad_record_names, NO_CONTENT, strict=True), start=2):
+        assert name.startswith(f"in.jsonl, row {row}: ") and words in name
+    with pytest.raises(DataError, match=r"in\.jsonl, row 2: message 2 has no content.*--bad_records=skip"):
+        prepare(replace(config, bad_records="stop", output_path=str(tmp_path / "stop")))
+
+
+def test_a_message_without_content_may_have_what_the_template_reads_of_it(tmp_path: Path) -> None:
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    for number, (template, more) in enumerate(
+        [
+            (LLAMA3_LIKE, {"content": None, "tool_calls": calls}),
+            (LLAMA3_LIKE + REQUIRED, {"tool_calls": calls}),
+            (CHATML, {"content": None, "reasoning": "because"}),
+            ("{% for m in messages %}{{ m.content }}{{ m.get('refusal', '') }}{% endfor %}", {"refusal": "no"}),
+            ("{{ messages | tojson }}", {"value": "all is written"}),
+        ]
+    ):
+        chat = [{"role": "user", "content": "q"}, {"role": "assistant", **more}]
+        config = config_for(tmp_path, template, [chat], output_path=str(tmp_path / f"out{number}"))
+        if "reasoning" in more:
+            chat[1]["thinking"] = chat[1]["reasoning"]
+        if chat[1].get("content", "") is None:
+            del chat[1]["content"]
+        assert rows(prepare(config).folder) == wanted_of(tmp_path / "tokenizer", [chat])
+
+
+def test_a_template_that_knows_only_parts_gets_the_text_of_parts_as_one(tmp_path: Path) -> None:
+    config = config_for(tmp_path, PARTS_ALONE, [CHATS[4]])
+    one = [{"role": "user", "content": [{"type": "text", "text": "two parts"}]}]
+    assert rows(prepare(config).folder) == wanted_of(tmp_path / "tokenizer", [one])
 
 
 @pytest.mark.parametrize("name", ["in.jsonl.gz", "in.json", "in.parquet", "in.arrow", "hub"])
