@@ -322,24 +322,26 @@ def shape_of(manifest: Manifest) -> LlamaShape:
 
 
 def check_same_model(
-    manifest: Manifest, shape: LlamaShape, path: Path, may_differ: Collection[str] = frozenset()
+    manifest: Manifest,
+    shape: LlamaShape,
+    path: Path,
+    may_differ: Collection[str] = frozenset(),
+    other: str = "this run",
+    remedy: str = "Give its flags, or another --ckpt_save_path or --ckpt_load_path",
 ) -> None:
     """Raise a CheckpointError that names each difference if a checkpoint's model has other dimensions.
 
     Args:
         may_differ: dimensions that are not compared.
+        other: what has the dimensions `shape`.
     """
     ignored = {*WITHOUT_WEIGHTS, *may_differ}
     ours = {name: value for name, value in vars(shape).items() if name not in ignored}
     theirs = vars(shape_of(manifest))
     differences = [
-        f"{name}: {theirs[name]} in the checkpoint, {value} in this run"
+        f"{name}: {theirs[name]} in the checkpoint, {value} in {other}"
         for name, value in ours.items()
         if theirs[name] != value
     ]
     if differences:
-        raise CheckpointError(
-            f"holds another model ({'; '.join(differences)}). Give its flags, or another --ckpt_save_path or "
-            "--ckpt_load_path",
-            path=path,
-        )
+        raise CheckpointError(f"holds another model ({'; '.join(differences)}). {remedy}", path=path)

@@ -9,12 +9,15 @@ standard errors are those with a closed form: the harness would bootstrap others
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ import numpy as np
 from lm_eval import evaluator, evaluator_utils
 from lm_eval.api import task as task_module
 from lm_eval.api.metrics import acc_all, acc_all_stderr, mean, mean_stderr
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import LM
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -43,7 +46,7 @@ log = logging.getLogger(__name__)
 _SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
 _CLOSED_FORMS = {mean: mean_stderr, acc_all: acc_all_stderr}
 _REPLACED: tuple[tuple[Any, str, Any], ...] = (
-    (evaluator_utils, "stderr_for_metric", lambda metric, bootstrap_iters: _CLOSED_FORMS.get(metric)),
+    (evaluator_utils, "stderr_for_metric", lambda metric, bootstrap_iters: _CLOSED_FORMS.get(inspect.unwrap(metric))),
     (task_module, "tqdm", lambda items, **_: items),
 )
 """Functions of the harness that it has no option for, by module and name: bootstrapped errors, progress bars."""
@@ -54,20 +57,43 @@ class Harness:
 
     Raises:
         ConfigError: an unknown task, or one that generates text.
-        DataError: the data of a task cannot be loaded.
+        DataError: the data of a task cannot be loaded, or have too few examples.
     """
 
     def __init__(self, config: EvaluationConfig) -> None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self._limit = config.eval_tasks_limit
         self._model: _Model | None = None
+        self._lost: dict[str, Exception] | None = None  # what was raised, by task and metrics; None in the rehearsal
         with _as_alone():
             random.seed(DEFAULT_RANDOM_SEED)
             np.random.seed(DEFAULT_OTHER_SEED)
             self._loaded = _load(config)
             self._random = random.getstate(), np.random.get_state()
-        for name, task in self._loaded["tasks"].items():
-            _set_shots(name, task, config.eval_tasks_shots)
+            for name, task in self._loaded["tasks"].items():
+                _set_shots(name, task, config.eval_tasks_shots)
+                _warn_of_known_answers(name, task, config.eval_tasks_limit)
+                self._guard(name, task)
+
+    def _guard(self, name: str, task: Any) -> None:
+        """Make what the harness raises while it computes a metric the loss of this metric, except in the rehearsal."""
+
+        def guarded(metrics: str, lost: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(function)
+            def compute(*given: Any) -> Any:
+                try:
+                    return function(*given)
+                except Exception as error:
+                    if self._lost is None:
+                        raise _task_error(name, error) from error
+                    self._lost[f"{name}: {metrics}"] = error
+                    return lost
+
+            return compute
+
+        metrics = {metric: guarded(metric, math.nan, function) for metric, function in task.aggregation().items()}
+        task.aggregation = lambda: metrics
+        task.process_results = guarded(", ".join(metrics), dict.fromkeys(metrics, math.nan), task.process_results)
 
     def describe(self) -> list[str]:
         """Return a line per task: its questions, and the examples before each."""
@@ -90,9 +116,11 @@ class Harness:
 
         Raises:
             ConfigError: the model or the tokenizer cannot take a request.
+            DataError: a metric cannot be computed.
         """
         model = self._model = _Model(tokenizer, rows, context, window)
         results = self.evaluate(lambda rows: [(0.0, False)] * len(rows))
+        self._lost = {}
         if (count := model.truncated) > 0:
             log.info("tasks: %d requests are longer than the context of %d, and lose their beginning", count, context)
         return results
@@ -109,6 +137,9 @@ class Harness:
             found: dict[str, Any] = evaluator.evaluate(
                 lm=self._model, task_dict=self._loaded, limit=self._limit, bootstrap_iters=1, log_samples=False
             )
+        lost, self._lost = self._lost or {}, None if self._lost is None else {}
+        for metrics, error in lost.items():
+            log.warning("task %s: not a number: %s: %s", metrics, type(error).__name__, error)
         return found
 
 
@@ -162,7 +193,40 @@ def _set_shots(name: str, task: Any, shots: int | None) -> None:
         task.set_config(key="num_fewshot", value=shots or 0)
 
 
-class _Model(TemplateLM):  # type: ignore[misc]  # lm-eval has no types for others
+def _warn_of_known_answers(name: str, task: Any, limit: int | None) -> None:
+    """Warn if examples include the question that they stand before, with its answer.
+
+    The harness leaves the question out only if the examples are those of `test_split`, by name.
+
+    Raises:
+        DataError: there are too few examples.
+    """
+    shots = task.get_config("num_fewshot")
+    if not shots or not hasattr(task, "sampler"):
+        return
+    sample, drawn = task.sampler.sample, list[Sequence[Any]]()
+    task.sampler.sample = lambda *given, **named: drawn.append(sample(*given, **named)) or drawn[-1]
+    questions = [question for _, question in task.doc_iterator(limit=limit)]
+    task.set_fewshot_seed(DEFAULT_OTHER_SEED)
+    try:
+        for question in questions:
+            task.fewshot_context(question, shots)
+    except Exception as error:
+        raise _task_error(name, error) from error
+    del task.sampler.sample
+    if count := sum(question in examples for question, examples in zip(questions, drawn, strict=True)):
+        log.warning(
+            "task %s: in %d of %d prompts the examples include the question with its answer, so scores are too high: "
+            "give the task a fewshot_split with other questions",
+            *(name, count, len(questions)),
+        )
+
+
+def _task_error(name: str, error: Exception) -> DataError:
+    return DataError(f"--eval_tasks: task {name}: {type(error).__name__}: {error}. Correct the task or leave it out")
+
+
+class _Model(LM):  # type: ignore[misc]  # lm-eval has no types for others
     """Model of the harness, whose log-likelihoods `begin` says where to get."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int, context: int, window: int | None) -> None:
@@ -177,38 +241,41 @@ class _Model(TemplateLM):  # type: ignore[misc]  # lm-eval has no types for othe
         self._score, self.truncated, self._stdout = score, 0, sys.stdout
 
     @property
-    def eot_token_id(self) -> int | None:
-        """End of text."""
-        return self._tokenizer.end_of_text
-
-    @property
-    def prefix_token_id(self) -> int:
+    def _prefix_token(self) -> int:
         """Token before a text without context."""
         if self._prefix is None:
             raise ConfigError("--eval_tasks: the tokenizer has no token that begins or ends a text, and tasks need it")
         return self._prefix
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the tokens of a text; by default with those around it, unless it begins with the first of them."""
-        if add_special_tokens is None:
-            add_special_tokens = self._begin is None or not string.startswith(self._begin)
-        return self._tokenizer.encode(string, special_tokens=True, around=add_special_tokens)
+    def _encode(self, text: str, around: bool = True) -> list[int]:
+        """Return the tokens of a text, by default with those around it unless it begins with the first of them."""
+        around = around and (self._begin is None or not text.startswith(self._begin))
+        return self._tokenizer.encode(text, special_tokens=True, around=around)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return log-likelihood and hit of each request (context, continuation)."""
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return found
+        """Return log-likelihood and hit of each request (context, continuation).
 
-    def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
-    ) -> list[tuple[float, bool]]:
-        """Return log-likelihood and hit of each (texts, context, continuation)."""
+        Spaces at the end of a context belong to the continuation, so a context of spaces is scored as an empty one.
+        """
+        pairs = []
+        for request in requests:
+            context, continuation = request.args
+            before = self._encode(context.rstrip()) if context else []
+            scored = self._encode(context + continuation, around=bool(context))[len(before) :]
+            if not before:
+                prefix = [self._prefix_token]
+                before, scored = prefix, scored[scored[:1] == prefix :]
+            pairs.append(((request.task_name, context, continuation), before, scored))
+        return self._score_pairs(pairs)
+
+    def _score_pairs(self, pairs: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Return log-likelihood and hit of each (task and texts, context, continuation)."""
         rows = []
-        for texts, before, scored in requests:
+        for (task, context, continuation), before, scored in pairs:
             if not 0 < len(scored) <= self._context:
                 raise ConfigError(
-                    f"--eval_tasks: a request asks for {len(scored)} tokens, and the model takes 1 to {self._context}: "
-                    f"{texts and texts[1][:80]!r} after {texts and texts[0][-80:]!r}. Correct the task or leave it out"
+                    f"--eval_tasks: task {task}: a request asks for {len(scored)} tokens, and the model takes 1 to "
+                    f"{self._context}: {continuation[:80]!r} after {context[-80:]!r}. Correct the task or leave it out"
                 )
             tokens = [*before, *scored]
             self.truncated += len(tokens) > self._context + 1
@@ -230,14 +297,14 @@ class _Model(TemplateLM):  # type: ignore[misc]  # lm-eval has no types for othe
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of whole texts, in windows of the context."""
-        windows: list[tuple[None, list[int], list[int]]] = []
+        windows: list[tuple[tuple[str, str, str], list[int], list[int]]] = []
         counts = []
         for request in requests:
-            tokens = self.tok_encode(request.args[0])
-            parts = get_rolling_token_windows(tokens, self.prefix_token_id, self._context, 1)
-            windows += [(None, *make_disjoint_window(part)) for part in parts]
+            tokens = self._encode(request.args[0])
+            parts = get_rolling_token_windows(tokens, self._prefix_token, self._context, 1)
+            windows += [((request.task_name, "", request.args[0]), *make_disjoint_window(part)) for part in parts]
             counts.append(len(windows))
-        found = [each for each, _ in self._loglikelihood_tokens(windows)]
+        found = [each for each, _ in self._score_pairs(windows)]
         return [sum(found[begin:end]) for begin, end in pairwise([0, *counts])]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:

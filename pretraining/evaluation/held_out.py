@@ -259,9 +259,12 @@ class Evaluator:
             on_sets, on_tasks = self._evaluate_sets(state), self._evaluate_tasks(state)
             if not on_sets and not on_tasks:
                 return False
+            was_over = bool(state.early_end)
             self.best.stop_if_due(state)  # may finish the run, whose end generates the last text
-            if state.early_end and self.tasks is not None and not on_tasks:
-                self.tasks_pending = True  # the end of the run has come
+            if state.early_end and not was_over:  # the end of the run has come: evaluate what is left
+                self.pending |= self._has_sets and not on_sets
+                self.tasks_pending |= self.tasks is not None and not on_tasks
+                self._evaluate_sets(state)
                 self._evaluate_tasks(state)
             if self.sampler is not None and not state.finished and not state.preempted:
                 with self.observer.stopwatch.measure("evaluation"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from pretraining.best import Measure
-from pretraining.config.training import EvaluationConfig, TrainConfig
+from pretraining.config.training import DataConfig, EvaluationConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.distributed.dims import Dims
@@ -23,6 +24,8 @@ from pretraining.observability.display import TASK
 
 if TYPE_CHECKING:
     from pretraining.evaluation.harness import Harness
+
+log = logging.getLogger(__name__)
 
 NAME = f"evaluation_{TASK}"
 """Beginning of the names of values."""
@@ -97,11 +100,11 @@ def load_harness(config: EvaluationConfig) -> Harness:
     return Harness(config)
 
 
-def open_tasks(config: TrainConfig, processes: Processes, dims: Dims, trained_length: int) -> Tasks | None:
+def open_tasks(config: TrainConfig, processes: Processes, dims: Dims, trained: DataConfig | None) -> Tasks | None:
     """Open the tasks of the settings, if there are any. A collective call that raises as `Harness` and its rehearsal.
 
     Args:
-        trained_length: tokens of the sequences that the model was trained on; 0 = unknown.
+        trained: settings of the data that the model is trained on; None = unknown.
     """
     if not config.evaluation.eval_tasks:
         return None
@@ -111,8 +114,16 @@ def open_tasks(config: TrainConfig, processes: Processes, dims: Dims, trained_le
 
     def rehearse() -> Results:
         assert harness is not None
-        context = max(trained_length, shape.max_position_embeddings)  # as in an export
-        return results_of(harness.rehearse(load_tokenizer(path), shape.vocab_size, context, shape.sliding_window))
+        tokenizer, rows = load_tokenizer(path), shape.vocab_size
+        context = max(0 if trained is None else trained.seq_length, shape.max_position_embeddings)  # as in an export
+        if trained is not None and trained.bos != tokenizer.begin_of_text:
+            begins = (tokenizer.begin_of_text, trained.bos)
+            log.warning(
+                "tasks: their texts begin with %s, as the tokenizer says, and documents with %s, as --bos_token says. "
+                "Unless the token files contain the former, scores may be too low",
+                *("no token" if begin is None else tokenizer.named(begin) for begin in begins),
+            )
+        return results_of(harness.rehearse(tokenizer, rows, context, shape.sliding_window))
 
     rehearsal = on_rank_zero(rehearse)
     tokens = config.batch.batch_size * config.data.seq_length // config.parallel.context_parallel_size

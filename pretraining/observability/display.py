@@ -122,26 +122,24 @@ def choose_display(choice: str, total_steps: int, devices: int, shows_step_time:
 def summary(report: Report, width: int, *, devices: int, shows_step_time: bool = False) -> str:
     """Return one line for a report: skipped updates first, then as many numbers as fit.
 
+    Loss and learning rate always fit; MFU and the time left give way to all other numbers.
+
     Args:
         width: columns of the line.
         devices: number of devices of the job; the line has their total tokens/s.
         shows_step_time: whether the line has the seconds per step.
     """
     rate, skipped = report["tokens_per_second_per_gpu"] * devices, report["skipped_updates"]
-    parts = [f"{count_of(skipped, 'update')} skipped"] if skipped else []
-    parts += [f"{name[len(CUSTOM) :]} {value:.4g}" for name, value in report.items() if name.startswith(CUSTOM)]
-    if shows_step_time:
-        parts.append(f"{report['step_seconds']:#.3g} s/step")
-    parts.append(f"{rate:,.0f} tok/s" if rate < 1e5 else f"{rate / 1e3:,.0f}k tok/s")
-    if report["mfu"] is not None:
-        parts.append(f"MFU {report['mfu']:.1%}")
-    parts.append(f"{format_seconds(report['time_left_seconds'])} left")
-    parts.append(f"grad {report['grad_norm']:#.3g}")
-    if report["z_loss"] > 0:
-        parts.append(f"z-loss {report['z_loss']:.1e}")
-    parts.append(f"lr {report['learning_rate']:.1e}")
-    line = f"loss {report['loss']:.4f}"
-    for part in parts:
-        if len(line) + 2 + len(part) <= width:
-            line += f"  {part}"
-    return line
+    head = [f"{count_of(skipped, 'update')} skipped"] if skipped else []
+    head += [f"{name[len(CUSTOM) :]} {value:.4g}" for name, value in report.items() if name.startswith(CUSTOM)]
+    head += [f"{report['step_seconds']:#.3g} s/step"] if shows_step_time else []
+    head.append(f"{rate:,.0f} tok/s" if rate < 1e5 else f"{rate / 1e3:,.0f}k tok/s")
+    others = [f"MFU {report['mfu']:.1%}"] if report["mfu"] is not None else []
+    others.append(f"{format_seconds(report['time_left_seconds'])} left")
+    loss, learning_rate = f"loss {report['loss']:.4f}", f"lr {report['learning_rate']:.1e}"
+    end = [f"grad {report['grad_norm']:#.3g}", *([f"z-loss {report['z_loss']:.1e}"] if report["z_loss"] > 0 else [])]
+    kept: list[str] = []
+    for part in (loss, learning_rate, *head, *end, *others):
+        if len("  ".join((*kept, part))) <= width:
+            kept.append(part)
+    return "  ".join(part for part in (loss, *head, *others, *end, learning_rate) if part in kept)

@@ -9,6 +9,7 @@ run from it. Its manifest names the sources, and what an evaluation must know of
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ from pretraining.optim.schedules import DECAYS
 from pretraining.text import count_of, format_bytes, list_some
 from pretraining.tools.command_settings import LARGEST_STEP, AverageConfig
 from pretraining.tools.import_weights import write_weights
+from pretraining.train.complete import tokenizer_of_weights
 from pretraining.train.plan import recorded_evaluation
 
 ENDS = ("sep_token", "bos_token")
@@ -88,7 +90,7 @@ def decay_weights(steps: Sequence[int], shape: str) -> list[float]:
 def _chosen_checkpoints(config: AverageConfig, stack: ExitStack) -> list[CheckpointRef]:
     """Return the checkpoints of the settings, in the order of the words or of their steps."""
     if len(config.paths) > 1:
-        return [find_newest(_local(path, stack)) for path in config.paths]
+        return [find_newest(_local(path, stack), flag="--paths") for path in config.paths]
     (source,) = config.paths
     run = _local(source, stack, with_files=False)
     if checkpoints_at(run) == [run]:
@@ -106,7 +108,7 @@ def _chosen_checkpoints(config: AverageConfig, stack: ExitStack) -> list[Checkpo
     if is_address(source):
         run = _local(source, stack, names=[checkpoint.path.name for checkpoint in chosen])
         chosen = _saved_checkpoints(run)
-    return [find_newest(checkpoint.path) for checkpoint in chosen]
+    return [find_newest(checkpoint.path, flag="--paths") for checkpoint in chosen]
 
 
 def _local(source: str, stack: ExitStack, *, with_files: bool = True, names: Sequence[str] | None = None) -> Path:
@@ -136,8 +138,9 @@ def _weights(config: AverageConfig, steps: Sequence[int]) -> list[float]:
             raise ConfigError(f"--decay_shape={config.decay_shape}: name the checkpoints by ascending steps, each once")
         return decay_weights(steps, config.decay_shape)
     given = list(config.weights) or [1.0] * len(steps)
-    if len(given) != len(steps) or sum(given) <= 0:
-        raise ConfigError(f"--weights has {count_of(len(given), 'number')} for {len(steps)} checkpoints, not all 0")
+    if len(given) != len(steps) or not 0 < sum(given) < math.inf:
+        given_here = f"{count_of(len(given), 'number')} for {len(steps)} checkpoints"
+        raise ConfigError(f"--weights has {given_here}: give one for each, not all 0, and of a finite sum")
     return [weight / sum(given) for weight in given]
 
 
@@ -145,18 +148,22 @@ def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[flo
     first, newest, origin = sources[0], sources[-1], origin_file(sources[-1].path)
     shape, stored = shape_of(first.manifest), list[StoredTensors]()
     for source in sources:
-        check_same_model(source.manifest, shape, source.path)
+        _check_alike(source, first)
         stored.append(open_whole_model(source.path, source.manifest))
     sizes = parameter_shapes(shape)
     described = [
         {"checkpoint": source.path.name, "step": source.manifest.step, "weight": weight}
         for source, weight in zip(sources, weights, strict=True)
     ]
+    facts = {
+        "data": _facts_of_data(newest.manifest),
+        EVALUATION_SETS_STATE: recorded_evaluation(newest.manifest).state_dict(),
+    }
     settings = dump_config(replace(newest.config, checkpoint=CheckpointConfig(ckpt_save_path=str(output))))
     manifest = Manifest(
         step=newest.manifest.step,
         tokens_seen=newest.manifest.tokens_seen,
-        state={AVERAGE: {"of": described, **_facts_of_data(sources)}},
+        state={AVERAGE: {"of": described, **facts}},
         global_batch_size=newest.manifest.global_batch_size,
         model=newest.manifest.model,
         config=settings,
@@ -165,7 +172,7 @@ def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[flo
     def summed(name: str) -> torch.Tensor:
         total = torch.zeros(sizes[name], dtype=torch.float64)
         for source, tensors, weight in zip(sources, stored, weights, strict=True):
-            total.add_(check_finite(source.path, name, read_tensor(tensors, name)), alpha=weight)
+            total.add_(check_finite(source.path, name, read_tensor(tensors, name).float()), alpha=weight)
         return total.float()
 
     total_bytes = sum(4 * size.numel() for size in sizes.values())
@@ -184,20 +191,27 @@ def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[flo
     print_text(f"  train      pretrain train {shlex.quote(f'--ckpt_load_path={output}')} --ckpt_save_path=…")
 
 
-def _facts_of_data(sources: Sequence[CheckpointRef]) -> dict[str, dict[str, Any]]:
-    """Return what an evaluation must know of the runs; raise a CheckpointError if it is not the same for all."""
-    facts = [_facts_of(source.manifest) for source in sources]
-    for source, its_facts in zip(sources, facts, strict=True):
-        if its_facts != facts[0]:
-            raise CheckpointError(
-                f"and {sources[0].path} have different data: {its_facts} and {facts[0]}. An evaluation of their "
-                "average would not know which documents are held out",
-                path=source.path,
-            )
-    return facts[0]
+def _check_alike(source: CheckpointRef, first: CheckpointRef) -> None:
+    """Raise a CheckpointError if two checkpoints differ in the model, the held-out documents or the tokenizer."""
+    shape, remedy = shape_of(first.manifest), "Name checkpoints of one model"
+    check_same_model(source.manifest, shape, source.path, other=str(first.path), remedy=remedy)
+    its_facts, facts = _facts_of_data(source.manifest), _facts_of_data(first.manifest)
+    if its_facts != facts:
+        raise CheckpointError(
+            f"and {first.path} have different data: {its_facts} and {facts}. An evaluation of their average would not "
+            "know which documents are held out",
+            path=source.path,
+        )
+    known = (tokenizer_of_weights(source), tokenizer_of_weights(first))
+    tokenizer, other = (each and each.tokenizer for each in known)
+    if tokenizer is not None and other is not None and (difference := tokenizer.difference(other)) is not None:
+        raise CheckpointError(
+            f"and {first.path} have different tokenizers: {difference}. Name checkpoints of one tokenizer",
+            path=source.path,
+        )
 
 
-def _facts_of(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    data, sets = manifest.facts_of_data, recorded_evaluation(manifest).state_dict()
-    kept = {name: data.get(name) for name in ("held_out_fraction", *ENDS)}
-    return {"data": kept if data else {}, EVALUATION_SETS_STATE: sets}
+def _facts_of_data(manifest: Manifest) -> dict[str, Any]:
+    """Return what an evaluation must know of a run's data; empty if it is unknown."""
+    data = manifest.facts_of_data
+    return {name: data.get(name) for name in ("held_out_fraction", *ENDS)} if data else {}

@@ -127,7 +127,7 @@ def _evaluate(
     record = recorded_evaluation(manifest)
     if config.evaluation.eval_batches != newest.config.evaluation.eval_batches:
         record = replace(record, sequences=None)  # another number of batches is asked for
-    tasks = open_tasks(config, processes, dims, newest.config.data.seq_length if trained else 0)
+    tasks = open_tasks(config, processes, dims, newest.config.data if trained else None)
     own = open_evaluators(config, evaluators)
     opened = Opened(config, processes, dims, data, tasks, own)
     planned = on_every_rank(lambda: plan_evaluation(opened, batch, record))

@@ -102,7 +102,7 @@ def refuse_copy(config: TrainConfig, start: CheckpointRef | None) -> None:
         )
 
 
-def _tokenizer_of_weights(start: CheckpointRef) -> KnownTokenizer | None:
+def tokenizer_of_weights(start: CheckpointRef) -> KnownTokenizer | None:
     """Return the tokenizer in a Hugging Face folder or of the run that saved a checkpoint; None if unknown."""
     from pretraining.data.prepared import KnownTokenizer, recorded_tokenizer
     from pretraining.data.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -122,7 +122,7 @@ def _tokenizer_of_weights(start: CheckpointRef) -> KnownTokenizer | None:
 
 def _tokenizer_of_tasks(start: CheckpointRef | None) -> str:
     """Return the path of the tokenizer of the weights; raise a ConfigError if it is unknown."""
-    known = None if start is None else _tokenizer_of_weights(start)
+    known = None if start is None else tokenizer_of_weights(start)
     if known is None:
         raise ConfigError(
             "--eval_tasks needs a tokenizer, and neither data nor weights have one: give --tokenizer_path"
@@ -229,7 +229,7 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
     data = replace(data, **adopted)
     if not asks and not is_lost:
         return data
-    weights = _tokenizer_of_weights(start) if start is not None and asks else None
+    weights = tokenizer_of_weights(start) if start is not None and asks else None
     if start is not None and not is_resumed:
         _warn_of_begin_token(start, data, weights)
     asked = data if asks else replace(data, accept_tokenizer=True)

@@ -81,7 +81,7 @@ def open_run(
         return before
     sampler = open_sampler(config, processes)  # first, since a bad path is a quick error
     dims = check_run(config, processes, None if before is None else before.dims)
-    tasks = open_tasks(config, processes, dims, config.data.seq_length)
+    tasks = open_tasks(config, processes, dims, config.data)
     evaluators = open_evaluators(config, job.evaluators)
     job.begin(config, start)
     with explain_out_of_memory(config, dims, processes):

@@ -23,6 +23,7 @@ from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets, Samples
 from pretraining.errors import ConfigError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource, definition_of
+from pretraining.evaluation.tasks import Tasks
 from pretraining.train.open_data import batch_opener
 from pretraining.train.opening import Opened
 
@@ -149,7 +150,7 @@ def _deciding_metric(opened: Opened, counts: dict[str, int]) -> Measure | None:
     deciders = [decider for decider in (opened.tasks, opened.evaluators) if decider is not None]
     if best_by is None or counts.get(best_by):
         return None
-    if best_by in counts or not deciders:
+    if best_by in counts:
         raise ConfigError(
             f"--best_by={best_by} gets no sequence of --eval_batches={evaluation.eval_batches} batches; the "
             f"evaluation sets are {', '.join(counts)}"
@@ -157,5 +158,8 @@ def _deciding_metric(opened: Opened, counts: dict[str, int]) -> Measure | None:
     for decider in deciders:
         if (metric := decider.best_by(best_by)) is not None:
             return metric
+        names = {*decider.rehearsal.definitions, *evaluation.eval_tasks} if isinstance(decider, Tasks) else ()
+        if best_by.rpartition("/")[0] in names:
+            break  # a task has no such metric, so it is no number of an evaluator
     there = [*counts, *(name for decider in deciders for name in decider.names())]
     raise ConfigError(f"--best_by={best_by} is none of what evaluations find: {', '.join(there)}")
