@@ -246,9 +246,14 @@ def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError
         ) from error
 
 
-def absolute_if_local(path: str | None) -> str | None:
-    """Return the absolute path of a file or folder that exists; other text, such as a name on the Hub, as it is."""
-    return str(Path(path).absolute()) if path is not None and exists(Path(path)) else path
+def is_local(path: str) -> bool:
+    """Return whether a text can only be a path on a disk: no address, and no name on the Hub."""
+    return not is_address(path) and _HUB_NAME.fullmatch(path) is None
+
+
+def as_local(path: str) -> str:
+    """Return a path that exists as a text that is no name on the Hub, `./data` for `data`; other texts as they are."""
+    return f"./{path}" if _HUB_NAME.fullmatch(path) and exists(Path(path)) else path
 
 
 def is_address(path: str | None) -> bool:

@@ -24,10 +24,11 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pretraining.checkpoint.branches import Branches, begin_branch, identity_of, is_given_up, own
+from pretraining.checkpoint.branches import Branches, Point, begin_branch, identity_of, is_given_up, own
 from pretraining.checkpoint.manifest import MANIFEST, RUN_STATE, Manifest
 from pretraining.checkpoint.run_folder import (
     BEST,
@@ -43,9 +44,10 @@ from pretraining.checkpoint.run_folder import (
     committed_checkpoints,
     remove_checkpoint,
     run_id_of,
+    temporary_name,
 )
 from pretraining.errors import CheckpointError, PretrainError
-from pretraining.files import exists, flush_folder, link_atomic, write_atomic, writing_into
+from pretraining.files import exists, flush_folder, is_folder, link_atomic, reason_of, write_atomic, writing_into
 from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
@@ -222,13 +224,13 @@ def apply_retention(run: Path, newest: Path, keep_last: int | None, protected: C
         log.warning("nothing older than %s is removed: %s", newest, error)
         return
     best = best_of(saved)
-    _link_best(run, best)
+    _link_best(run, best, saved)
     for checkpoint in superseded(saved, head, best, keep_last):
         if checkpoint.path not in protected:
             remove_checkpoint(checkpoint.path)
 
 
-def saved_by_run(newest: Checkpoint, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+def saved_by_run(newest: Point, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Return the readable checkpoints that belong to a run and have the names of their saves, the newest last."""
     readable = [checkpoint for checkpoint in checkpoints if checkpoint.kind is not None and checkpoint.has_save_name]
     return by_age(own(newest, readable))
@@ -257,12 +259,18 @@ def best_of(saved: Sequence[Checkpoint]) -> Checkpoint | None:
     return min(comparable, key=lambda checkpoint: (checkpoint.cost, checkpoint.step), default=None)
 
 
-def _link_best(run: Path, best: Checkpoint | None) -> None:
-    """Point the relative link `best` to the best checkpoint, or remove it if there is none; warn on failure."""
+def _link_best(run: Path, best: Checkpoint | None, saved: Sequence[Checkpoint]) -> None:
+    """Point the relative link `best` to the best checkpoint, or remove it if there is none; warn on failure.
+
+    Programs that follow links make it a folder, which is replaced if it is a copy of a checkpoint.
+    """
     link = run / CHECKPOINTS / BEST
     try:
         if exists(link) and not link.is_symlink():
-            raise FileExistsError(errno.EEXIST, "it is no link")
+            original = next((each.path for each in saved if is_folder(link) and _holds(each.path, link)), None)
+            if original is None:
+                raise FileExistsError(errno.EEXIST, "it is no copy of a checkpoint here: rename or remove it")
+            remove_checkpoint(link.rename(temporary_name(original)))
         if link.is_symlink() and not exists(link):
             now = "no other one here was evaluated" if best is None else f"the best one here is {best.path.name} now"
             log.warning("the best checkpoint, %s, is gone from %s: %s", link.readlink(), run, now)
@@ -271,4 +279,16 @@ def _link_best(run: Path, best: Checkpoint | None) -> None:
         elif not (link.is_symlink() and link.readlink() == Path(best.path.name)):
             link_atomic(link, best.path.name)
     except OSError as error:
-        log.warning("%s cannot be replaced: %s", link, error.strerror)
+        _warn_of_link(link, reason_of(error))
+
+
+def _holds(checkpoint: Path, folder: Path) -> bool:
+    """Return whether a checkpoint has the manifest of a folder, and files of all its names and sizes."""
+    sizes, others = ({file.name: file.stat().st_size for file in each.iterdir()} for each in (folder, checkpoint))
+    is_complete = MANIFEST in sizes and sizes.items() <= others.items()
+    return is_complete and (folder / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes()
+
+
+@cache  # each save would repeat it
+def _warn_of_link(link: Path, reason: str) -> None:
+    log.warning("%s cannot be replaced: %s", link, reason)

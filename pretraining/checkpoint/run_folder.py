@@ -71,7 +71,8 @@ _SAVE_NAME = (
 )
 """Names of `checkpoint_name` and `distinct_name`."""
 _COMMITTED = re.compile(_SAVE_NAME)
-_UNFINISHED = re.compile(rf"{_SAVE_NAME}(\.[0-9a-f]{{4}})?\.tmp")
+_UNFINISHED = re.compile(rf"{_SAVE_NAME}\.[0-9a-f]{{4}}\.tmp")
+"""Names of `temporary_name`."""
 
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
@@ -229,7 +230,7 @@ def checkpoint_from(path: Path, manifest: Manifest) -> Checkpoint:
 def is_committed(path: Path) -> bool:
     """Return whether a folder is a committed checkpoint, possibly damaged: it has a manifest or a save's name."""
     is_named = _COMMITTED.fullmatch(path.name) is not None
-    return is_named or (path.suffix != UNFINISHED_SUFFIX and is_file(path / MANIFEST))
+    return is_named or (_UNFINISHED.fullmatch(path.name) is None and is_file(path / MANIFEST))
 
 
 def unfinished_saves(run: Path) -> list[Path]:

@@ -20,8 +20,16 @@ from types import MappingProxyType
 
 from pretraining.checkpoint.branches import identity_of, newest, own
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
-from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, RunCheckpoints, best_of, list_run
+from pretraining.checkpoint.own_checkpoints import (
+    NO_COPIES,
+    Copies,
+    RunCheckpoints,
+    best_of,
+    list_run,
+    saved_by_run,
+)
 from pretraining.checkpoint.run_folder import (
+    BEST,
     CHECKPOINTS,
     Checkpoint,
     Copy,
@@ -150,8 +158,7 @@ def _missing_best(listed: RunCheckpoints, start: CheckpointRef) -> Copy | None:
     """Return the copy of the best checkpoint up to the start point, if the run's folder lacks that checkpoint."""
     if all(checkpoint.is_here for checkpoint in listed.saved):
         return None
-    saved = [checkpoint for checkpoint in own(start.manifest, listed.saved) if checkpoint.has_save_name]
-    best = best_of(saved)
+    best = best_of(saved_by_run(start.manifest, listed.saved))
     return None if best is None or best.is_here or best.copy == start.copy else best.copy
 
 
@@ -267,7 +274,7 @@ def find_newest(
     Raises:
         CheckpointError: there is none, or all are damaged.
     """
-    paths = checkpoints_at(source)
+    paths = checkpoints_at(_best_of_copied_run(source))
     if not paths:
         from pretraining.checkpoint.hf_import import describe_other_weights
 
@@ -276,6 +283,16 @@ def find_newest(
             f"{describe_other_weights(source)}"
         )
     return _checked(*newest_good([checkpoint_at(path) for path in paths[::-1]], damaged), flag, source)
+
+
+def _best_of_copied_run(source: Path) -> Path:
+    """Return the best checkpoint if a path is that of the link `best`, and copying has made it a folder."""
+    if source.name != BEST or source.parent.name != CHECKPOINTS or source.is_symlink():
+        return source
+    listed = list_run(source.parent.parent)
+    newest, _ = newest_good(listed.saved)
+    best = None if newest is None else best_of(saved_by_run(newest.manifest, listed.saved))
+    return source if best is None else best.path
 
 
 def checkpoints_at(source: Path) -> list[Path]:

@@ -26,7 +26,7 @@ from pretraining.config.run_recipe import continue_run
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import name_block
 from pretraining.errors import ConfigError, PretrainError, Problem
-from pretraining.files import absolute_if_local, exists
+from pretraining.files import as_local, exists
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ def _replace_schedule(reader: Reader[Any]) -> None:
 def with_defaults(config: T, given: Collection[str]) -> T:
     """Set the defaults that depend on other settings: no run folder with generated data, no tracker without a folder.
 
-    The path of a local tokenizer becomes absolute: read from another folder, a relative one could be a name on the Hub.
+    The path of a local tokenizer gets a form that is no name on the Hub, where a start from another folder may look.
 
     Args:
         config: settings; only a `TrainConfig` changes.
@@ -121,8 +121,8 @@ def with_defaults(config: T, given: Collection[str]) -> T:
     """
     if not isinstance(config, TrainConfig):
         return config
-    tokenizer = absolute_if_local(config.data.tokenizer_path)
-    config = replace(config, data=replace(config.data, tokenizer_path=tokenizer))
+    if config.data.tokenizer_path is not None:
+        config = replace(config, data=replace(config.data, tokenizer_path=as_local(config.data.tokenizer_path)))
     if config.evaluation.eval_only:
         return config
     checkpoint, report = config.checkpoint, config.report

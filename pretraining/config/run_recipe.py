@@ -19,14 +19,14 @@ from pretraining.config.assignments import Reader, Source
 from pretraining.config.recipe_files import RUN_CONFIG_FILE
 from pretraining.config.training import TrainConfig
 from pretraining.errors import PretrainError
-from pretraining.files import exists, is_address, parse_json, read_file, real_path
+from pretraining.files import exists, is_address, is_local, parse_json, read_file, real_path
 
 log = logging.getLogger(__name__)
 
 _COMMENT = "# Last start: "
 _ONE_START = frozenset({"run_steps", "dry_run", "use_profiler", "profile_steps", "profile_interval"})
 _LOADED = frozenset({"ckpt_load_path", "weights_only"})
-_REQUEST = "resume_from_checkpoint"
+_REQUEST, _TOKENIZER = "resume_from_checkpoint", "tokenizer_path"
 _NEEDED = ("data_path", "eval_datasets")
 """Paths that every start reads; others are outputs, or may be names."""
 
@@ -96,13 +96,17 @@ def _replaced_by_given(reader: Reader[TrainConfig], recorded: set[str]) -> froze
 
 def _find_paths(reader: Reader[TrainConfig], names: Iterable[str], recipe: str, there: Path | None) -> None:
     """Find relative paths from the working folder of the last start, if they are not found from this one."""
+    has_data = not reader.values.get("use_dummy_dataset")
     for name in names:
         value = reader.values[name]
         if not reader.settings[name].is_path or not value:
             continue
         paths = value if isinstance(value, tuple) else (value,)
-        places = [_find(path, there) for path in paths]
-        if None in places and name in _NEEDED and not reader.values.get("use_dummy_dataset"):
+        places = [find_path(path, there) for path in paths]
+        if has_data and name == _TOKENIZER and is_local(value) and not exists(Path(places[0] or value)):
+            _forget(reader, [name])  # the start finds it again, in the data
+            continue
+        if has_data and None in places and name in _NEEDED:
             text, here = paths[places.index(None)], Path.cwd()
             searched = f"{here}, nor in {there}, the working folder of the last start" if there else here
             reader.problems.append(f"{recipe}: {name}: {text} is not in {searched}: give --{name}")
@@ -112,7 +116,7 @@ def _find_paths(reader: Reader[TrainConfig], names: Iterable[str], recipe: str, 
             reader.values[name] = texts if isinstance(value, tuple) else texts[0]
 
 
-def _find(path: str, there: Path | None) -> str | None:
+def find_path(path: str, there: Path | None) -> str | None:
     """Return a path as it is found from here or there; None = not found. Absolute ones are not looked for."""
     if is_address(path) or Path(path).is_absolute():
         return path

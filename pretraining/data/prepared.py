@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from pretraining.config.run_recipe import find_path, last_start
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, prepared_folders
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import Location, exists, is_address, is_file, read_json, read_object
+from pretraining.files import Location, as_local, exists, is_address, is_file, read_json, read_object
 from pretraining.object_store import location, text_of
 from pretraining.text import list_some
 
@@ -117,7 +118,7 @@ def choose_tokenizer(
             return None
         if candidate.tokenizer is not None:
             log.info("tokenizer   %s, %s", candidate.path, candidate.what)
-            return text_of(candidate.path.absolute())
+            return as_local(text_of(candidate.path))
     return None
 
 
@@ -179,12 +180,18 @@ def _tokenizers_of_data(config: DataConfig, eval_datasets: Iterable[str]) -> lis
 
 
 def recorded_tokenizer(config: DataConfig, run: Path | None = None) -> str | None:
-    """Return the `tokenizer_path` of a run's settings; if it is in an object store, the copy in the run's folder."""
+    """Return the `tokenizer_path` of a run's settings, found from here or from where the run was started last.
+
+    If it is in an object store, it is the copy in the run's folder.
+    """
     path = config.tokenizer_path
-    is_elsewhere = path is not None and (is_address(path) or not exists(Path(path)))
-    if is_elsewhere and run is not None and exists(run / KEPT_TOKENIZER / TOKENIZER_FILE):
+    if path is None or run is None:
+        return path
+    found = find_path(path, last_start(run).working_folder)
+    is_elsewhere = found is None or is_address(found) or not exists(Path(found))
+    if is_elsewhere and exists(run / KEPT_TOKENIZER / TOKENIZER_FILE):
         return str((run / KEPT_TOKENIZER).absolute())
-    return path
+    return found or path
 
 
 def keep_tokenizer(config: DataConfig, run: Path) -> None:

@@ -335,7 +335,7 @@ def load_tokenizer(path: str | Location) -> Tokenizer:
     """
     file = location(path) if isinstance(path, str) else path
     if isinstance(file, Path):
-        file = from_hub(file, TOKENIZER_FILES, DataError)
+        file = from_hub(path if isinstance(path, str) else file, TOKENIZER_FILES, DataError)
     if is_folder(file):
         check_inside(file, TOKENIZER_FILE, DataError)
         file = file / TOKENIZER_FILE

@@ -48,7 +48,7 @@ from pretraining.train.complete import complete
 log = logging.getLogger(__name__)
 
 _WHERE_FROM = ("resume_from_checkpoint", "ckpt_load_path")
-_OF_A_START = ("resume_from_checkpoint", "init_from")
+_OF_A_START = ("resume_from_checkpoint", "init_from", "tokenizer_path")  # `complete` finds the tokenizer again
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 200
 

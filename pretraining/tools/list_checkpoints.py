@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pretraining.checkpoint.branches import is_given_up
-from pretraining.checkpoint.own_checkpoints import list_run
+from pretraining.checkpoint.own_checkpoints import best_of, list_run, saved_by_run
 from pretraining.checkpoint.run_folder import (
-    BEST,
     CHECKPOINTS,
     checkpoints_set_aside,
     committed_checkpoints,
@@ -22,7 +21,7 @@ from pretraining.checkpoint.run_folder import (
 )
 from pretraining.checkpoint.start_point import newest_good
 from pretraining.errors import CheckpointError
-from pretraining.files import entries_of, is_address, is_folder, real_path
+from pretraining.files import entries_of, is_address, is_folder
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_bytes, format_seconds, format_table
 from pretraining.tools.command_settings import ListConfig
@@ -41,7 +40,7 @@ class ListedCheckpoint:
             "set aside" (the run has gone back from it). A checkpoint is "not used" if the next start sets it aside,
             or if it belongs to another run.
         kind: reason for the save, from the manifest; "import" for imported weights, "merged" for an average.
-        best: whether the link `best` of the run points to this checkpoint.
+        best: whether it is the best checkpoint of the run, to which the link `best` points.
         bytes: size of all files.
         age_seconds: time since the newest file was written.
         fault: what is damaged.
@@ -90,17 +89,16 @@ def rows_of(run: Path) -> list[ListedCheckpoint]:
         for checkpoint in listed.saved
         if newest is None or checkpoint.kind is None or not is_given_up(checkpoint, newest.manifest)
     }
-    link = run / CHECKPOINTS / BEST
-    best = real_path(link) if link.is_symlink() else None
+    best = None if newest is None else best_of(saved_by_run(newest.manifest, listed.saved))
     committed = [
-        _row(checkpoint.path, "complete" if checkpoint.path in used else NOT_USED_STATE, best)
+        _row(checkpoint.path, "complete" if checkpoint.path in used else NOT_USED_STATE, is_best=checkpoint == best)
         for checkpoint in committed_checkpoints(run)
     ]
-    unfinished = [_row(path, "incomplete", best) for path in unfinished_saves(run)]
-    return committed + unfinished + [_row(path, SET_ASIDE_STATE, best) for path in checkpoints_set_aside(run)]
+    unfinished = [_row(path, "incomplete") for path in unfinished_saves(run)]
+    return committed + unfinished + [_row(path, SET_ASIDE_STATE) for path in checkpoints_set_aside(run)]
 
 
-def _row(path: Path, state: str, best: Path | None) -> ListedCheckpoint:
+def _row(path: Path, state: str, *, is_best: bool = False) -> ListedCheckpoint:
     size, newest = 0, 0.0
     for file in (path, *entries_of(path)):
         with suppress(OSError):  # a running save may rename or remove files
@@ -109,7 +107,7 @@ def _row(path: Path, state: str, best: Path | None) -> ListedCheckpoint:
             newest = max(newest, status.st_mtime)
     age = round(max(0.0, time.time() - newest), 1)
     name = path.name if state != SET_ASIDE_STATE else f"{path.parent.name}/{path.name}"
-    row = ListedCheckpoint(name=name, state=state, best=real_path(path) == best, bytes=size, age_seconds=age)
+    row = ListedCheckpoint(name=name, state=state, best=is_best, bytes=size, age_seconds=age)
     if state == "incomplete":
         return row
     try:

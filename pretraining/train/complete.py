@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pretraining.checkpoint.manifest import TRACKERS_STATE, check_same_model, shape_of
@@ -28,7 +29,7 @@ from pretraining.config.variants import (
     rounded_vocabulary,
 )
 from pretraining.errors import CheckpointError, ConfigError, DataError
-from pretraining.files import exists, is_file, is_folder
+from pretraining.files import as_local, exists, is_file, is_folder, is_local
 from pretraining.object_store import location, text_of
 from pretraining.train.run_status import original_of
 
@@ -127,7 +128,7 @@ def _tokenizer_of_tasks(start: CheckpointRef | None) -> str:
         raise ConfigError(
             "--eval_tasks needs a tokenizer, and neither data nor weights have one: give --tokenizer_path"
         )
-    return text_of(known.path)
+    return as_local(text_of(known.path))
 
 
 def _check_and_log_changes(start: CheckpointRef, shape: LlamaShape, tokenizer_path: str | None) -> None:
@@ -224,8 +225,10 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
     asks, is_lost = not is_resumed or config.evaluation.eval_only, False
     if start is not None and data.tokenizer_path is None and own.tokenizer_path is not None:
         kept = recorded_tokenizer(own, run_of(start.path.parent)) or ""
-        is_lost = not exists(location(kept))
+        is_lost = is_local(kept) and not exists(Path(kept))
         adopted["tokenizer_path"] = None if is_lost else kept
+        if is_lost:
+            log.warning("%s, the tokenizer of the last start, is gone: this start looks for one in the data", kept)
     data = replace(data, **adopted)
     if not asks and not is_lost:
         return data

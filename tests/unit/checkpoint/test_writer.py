@@ -73,8 +73,9 @@ def test_names_tell_the_step_or_the_story() -> None:
 def test_the_next_save_removes_nothing_that_no_save_has_made(tmp_path: Path) -> None:
     save(tmp_path, 5)
     checkpoints = tmp_path / CHECKPOINTS
-    left = ["step_6_ckp.01ab.tmp", "step_6_ckp.preempt.tmp", "tokens(1.04e4)_vloss(10.924)_ckpt.step_3.ffff.tmp"]
+    left = ["step_6_ckp.01ab.tmp", "step_6_ckp.preempt.ffff.tmp", "tokens(1.04e4)_vloss(10.924)_ckpt.step_3.ffff.tmp"]
     theirs = ["notes.tmp", "step_6.tmp", "step_6_ckp_old.tmp", "step_6_ckp.xyz.tmp", "tokens(mine)_ckpt.tmp"]
+    theirs += ["step_6_ckp.tmp", "step_5_ckp.preempt.tmp"]
     for name in [*left, *theirs]:
         (checkpoints / name).mkdir()
     assert [path.name for path in unfinished_saves(tmp_path)] == sorted(left)

@@ -257,7 +257,8 @@ def make_run(run: Path) -> Path:
     checkpoints = run / "checkpoints"
     tensors = tensors_of(SHAPE)
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
-    write_sharded(checkpoints / "step_0_ckp", weights, manifest_of(SHAPE, 0, data={}, loss=None, evaluation_loss=None))
+    imported = manifest_of(SHAPE, 0, data={}, loss=None, evaluation_loss=None, state={})
+    write_sharded(checkpoints / "step_0_ckp", weights, imported)
     evaluated = {LOSS_STATE: {"value": 2.75, "step": 2}}
     write_sharded(checkpoints / "step_2_ckp", tensors, manifest_of(SHAPE, 2, state=evaluated))
     write_full_form(checkpoints / "step_10_ckp", tensors, manifest_of(SHAPE, 10, evaluation_loss=None))

@@ -175,6 +175,50 @@ def test_a_copy_writes_neither_into_the_mirror_nor_into_the_tracker_of_its_origi
     assert (tmp_path / "other/checkpoints/step_6_ckp").exists() and not (store / "checkpoints/step_6_ckp").exists()
 
 
+def best_in(run: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the checkpoints that `pretrain list` marks as the best."""
+    capsys.readouterr()
+    main(["list", str(run), "--json=true"])
+    return [row["name"] for row in map(json.loads, capsys.readouterr().out.splitlines()) if row["best"]]
+
+
+def test_a_copy_that_follows_links_has_its_best_again(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = shutil.copytree(trained, tmp_path / "b")  # cp -rL, scp
+    best = run / "checkpoints" / "best"
+    [name] = best_in(trained, capsys)
+    assert not best.is_symlink() and best_in(run, capsys) == [name] == [(trained / "checkpoints/best").readlink().name]
+    shutil.rmtree(best)
+    shutil.copytree(checkpoint(run, 1), best)  # made by a copy of an earlier time
+    main(["export", str(best), f"--output_path={tmp_path}/full", "--format=full"])
+    assert f"step {name.split('_')[1]} of {run / 'checkpoints' / name}" in capsys.readouterr().out
+    resume(run, "num_steps=5")
+    assert best.readlink().name in best_in(run, capsys) and "cannot be replaced" not in caplog.text
+    assert not [each for each in saved(run) if each.endswith(".tmp")]
+
+
+def test_a_folder_best_that_may_be_the_only_copy_stays_and_is_named_once(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    best = run / "checkpoints" / "best"
+    best.unlink()
+    shutil.copytree(checkpoint(run, 1), best)
+    (best / "notes.md").write_text("mine")
+    resume(run, "num_steps=7")
+    [line] = [message for message in caplog.messages if "cannot be replaced" in message]
+    assert str(best) in line and "rename" in line and (best / "notes.md").exists() and "step_7_ckp" in saved(run)
+
+
+def test_a_users_own_folder_among_checkpoints_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = shutil.copytree(checkpoint(run, 4), run / "checkpoints" / "step_4_ckp.tmp")
+    (theirs / "notes.md").write_text("mine")
+    resume(run, "num_steps=5")
+    main(["list", str(run), "--json=true"])
+    states = {row["name"]: row["state"] for row in map(json.loads, capsys.readouterr().out.splitlines()[-6:])}
+    assert (theirs / "notes.md").exists() and states["step_4_ckp.tmp"] == "complete"
+
+
 def test_a_moved_run_resumes_with_its_mirror_and_leaves_nothing_at_the_old_place(tmp_path: Path) -> None:
     run, store = tmp_path / "a", tmp_path / "store"
     start(run, f"ckpt_mirror_path=file://{store}")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tokenizers
 from training_runs import TINY, metrics_of
-from unit.train.whole_runs import refusal, start
+from unit.train.whole_runs import error_of, refusal, start
 
 from pretraining import Trainer
 from pretraining.checkpoint.run_folder import committed_checkpoints, read_manifest
@@ -132,6 +132,50 @@ def test_a_resumed_run_keeps_what_its_checkpoint_recorded(data: Path, tmp_path: 
     settings = settings_of(tmp_path / "old")
     assert (settings.data.bos_token, settings.data.tokenizer_path, settings.model.vocab_size) == (None, None, None)
     assert separator_of(tmp_path / "old") is None
+
+
+def test_a_project_that_moves_finds_its_tokenizer_again(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project, moved = tmp_path / "project", tmp_path / "moved"
+    shutil.copytree(prepared / "data", project / "data")
+    monkeypatch.chdir(project)
+    start(Path("runs/a"), "data_path=data", *COMMON, model=MODEL)
+    start(Path("runs/b"), f"data_path={project}/data", *COMMON, model=MODEL)
+    assert [settings_of(Path(f"runs/{run}")).data.tokenizer_path for run in "ab"] == ["./data", f"{project}/data"]
+    monkeypatch.chdir(tmp_path)
+    main(["sample", "project/runs/a", "--prompt=some", "--max_new_tokens=2"])  # as the last start found it
+    project.rename(moved)
+    monkeypatch.chdir(moved)
+    for command in (
+        "train runs/a --num_steps=3",
+        "export runs/a out",
+        "sample runs/a --prompt=some --max_new_tokens=2",
+        "inspect runs/a --step=1 --text=true",
+        "train runs/a --eval_only=true",
+        # nobody typed this tokenizer, either
+        f"inspect runs/b --step=1 --text=true --data_path={moved}/data",
+        f"train runs/b --num_steps=3 --data_path={moved}/data",
+    ):
+        main(command.split())
+    assert load_tokenizer(moved / "out").sha256 == load_tokenizer(moved / "data").sha256
+    assert [settings_of(Path(f"runs/{run}")).data.tokenizer_path for run in "ab"] == ["./data", f"{moved}/data"]
+    printed = "".join(capsys.readouterr())
+    assert f"{project}/data, the tokenizer of the last start, is gone" in printed
+
+
+def test_a_tokenizer_that_was_here_never_becomes_a_name_on_the_hub(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(prepared / "given", tmp_path / "own" / "tokenizer")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    start(Path("runs/a"), "tokenizer_path=own/tokenizer", *COMMON[3:], model=MODEL)
+    assert settings_of(Path("runs/a")).data.tokenizer_path == "./own/tokenizer"
+    shutil.rmtree("own")
+    for command in (["train"], ["sample", "--prompt=some"], ["sample", "--prompt=some", "--tokenizer_path=./own/b"]):
+        error = str(error_of(lambda command=command: main([*command, "runs/a"])))  # type: ignore[misc]
+        assert "own/" in error and "cannot read a tokenizer here" in error
 
 
 def test_the_first_rank_tells_all_whether_the_tokenizer_of_a_resumed_run_is_still_there(
