@@ -25,7 +25,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.content import time_of_change
 from pretraining.data.storage.token_format import TokenFormat, format_class
 from pretraining.data.threads import map_in_order
-from pretraining.errors import DataError
+from pretraining.errors import DataError, PathError
 from pretraining.files import Location, entries_of, exists, is_address, is_file, is_folder, read_json
 from pretraining.object_store import REQUESTS, StorePath, location
 from pretraining.text import list_some
@@ -36,6 +36,7 @@ MANIFEST_FILE = "prepare.json"
 """Manifest of a folder that `pretrain prepare` wrote; a folder that has it is complete."""
 STATE_FILE = "state.json"
 """List of the files of a folder that `save_to_disk` of the `datasets` library wrote."""
+_WITHOUT_FOLDER = "To train without this folder, name the others with --datasets"
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,7 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
 
 def prepared_folders(root: Location) -> list[Location]:
     """Return the sub-folders of a root that have a prepare.json, sorted by name."""
-    names = _sub_folders(root) if is_folder(root) else []
-    return [root / name for name in names if is_file(root / name / MANIFEST_FILE)]
+    return [root / name for name in _sub_folders(root, MANIFEST_FILE)] if is_folder(root) else []
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int], rewritten: Collection[str] = ()) -> str:
@@ -290,14 +290,15 @@ def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ..
                 elif entry.name == STATE_FILE:
                     scan.saved.append(prefix.rstrip("/"))
     except OSError as error:
-        raise DataError(f"cannot be listed: {error.strerror}", path=error.filename or folder) from error
+        problem = f"cannot be listed: {error.strerror}. {_WITHOUT_FOLDER}"
+        raise DataError(problem, path=error.filename or folder) from error
     return scan
 
 
 def _scan_store(folder: StorePath, suffixes: tuple[str, ...]) -> _Scan:
     """Find the files with these suffixes below a folder of a store, and ask for the tag of each."""
     scan, sizes = _Scan(), folder.files()
-    visible = [name for name in sorted(sizes) if not any(part.startswith(".") for part in name.split("/"))]
+    visible = [name for name in sorted(sizes) if not any(map(_is_hidden, name.split("/")))]
     names = [name for name in visible if name.endswith(suffixes)]
     for name, tag in zip(names, map_in_order(lambda name: (folder / name).tag(), names, REQUESTS), strict=True):
         scan.files[name] = sizes[name], tag
@@ -337,15 +338,25 @@ def walk_folders(root: Path, repeated: list[str]) -> Iterator[tuple[str, Entries
             continue
         seen.add(identity)
         with os.scandir(f"{root}/{prefix}") as entries:
-            visible = [entry for entry in entries if not entry.name.startswith(".")]
+            visible = [entry for entry in entries if not _is_hidden(entry.name)]
         folders = [entry for entry in visible if entry.is_dir()]
         yield prefix, folders, [entry for entry in visible if not entry.is_dir()]
         for folder in folders:
             heappush(waiting, (links + folder.is_symlink(), f"{prefix}{folder.name}/", above | {identity}))
 
 
-def _sub_folders(folder: Location) -> list[str]:
-    return sorted(child.name for child in entries_of(folder) if not child.name.startswith(".") and is_folder(child))
+def _is_hidden(name: str) -> bool:
+    """Return whether a name is hidden, or that of the folder that a file system keeps for repairs."""
+    return name.startswith(".") or name == "lost+found"
+
+
+def _sub_folders(folder: Location, holding: str = "") -> list[str]:
+    """Return the names of the folders in a folder, sorted; with `holding`, of those with a file of this name."""
+    try:
+        children = [child for child in entries_of(folder) if not _is_hidden(child.name)]
+        return sorted(child.name for child in children if (is_file(child / holding) if holding else is_folder(child)))
+    except PathError as error:
+        raise DataError(f"{error}. {_WITHOUT_FOLDER}") from None
 
 
 def _how_to_prepare(path: Location) -> str:
