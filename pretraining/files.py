@@ -23,8 +23,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, Self, TypeVar
-from urllib.parse import parse_qsl, urlsplit
+from typing import IO, Any, Literal, NamedTuple, Protocol, Self, TypeVar
+from urllib.parse import parse_qsl, quote, unquote
 
 from pretraining.errors import CheckpointError, DataError, PathError, PretrainError
 
@@ -49,6 +49,7 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 """Errors of an operation that a file system does not have."""
 ADDRESS_QUERY = ("region", "scheme", "endpoint_override")
 """Parameters allowed after the question mark of an object store address."""
+_PARAMETERS = re.compile(r"\Z|[\w-]+=")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 LARGEST_JSON_BYTES = 2**25
 """Twice the size of a prepare.json about 100,000 files. This limit and the next two keep parsing to about a second."""
@@ -261,12 +262,79 @@ def is_address(path: str | None) -> bool:
     return path is not None and "://" in path
 
 
+class Address(NamedTuple):
+    """Parts of the address of a place in an object store or, with file://, on a disk.
+
+    Attributes:
+        bucket: with its scheme, such as s3://bucket; with file:// the host.
+        path: in the bucket, without empty parts.
+        query: parameters, such as region=eu-west-1; or empty.
+    """
+
+    bucket: str
+    path: str
+    query: str
+
+    @property
+    def place(self) -> str:
+        """The address without its query, for messages."""
+        return f"{self.bucket}/{self.path}".rstrip("/")
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether it is an address with file://."""
+        return self.bucket.startswith("file://")
+
+    @property
+    def text(self) -> str:
+        """The address, of which `parse_address` returns these parts."""
+        if self.is_on_disk:
+            return self.place.replace("%", "%25")
+        return self.place + (f"?{self.query}" if self.query or "?" in self.path else "")
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The parameters by name."""
+        return dict(parse_qsl(self.query, keep_blank_values=True))
+
+
+def parse_address(text: str) -> Address:
+    """Take an address apart.
+
+    Every character of a path stands for itself, as in the stores' own tools; file:// alone is percent-encoded. A query
+    begins at the last question mark, if that is the last character or name=value follows. An s3:// address without an
+    endpoint gets that of the environment, as boto reads it.
+    """
+    scheme, _, place = text.partition("://")
+    scheme, query = scheme.lower(), ""
+    before, mark, after = place.rpartition("?")
+    if mark and scheme != "file" and _PARAMETERS.match(after):
+        place, query = before, after
+    bucket, _, path = place.partition("/")
+    if scheme == "file":
+        path = unquote(path, errors="surrogateescape")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if scheme == "s3" and endpoint and "endpoint_override" not in dict(parse_qsl(query)):
+        query = f"{query}&endpoint_override={quote(endpoint, safe=':/')}".lstrip("&")
+    return Address(f"{scheme}://{bucket}", join_names(path), query)
+
+
+def join_names(*names: str) -> str:
+    """Join names of a path in a store as `Path` does: without empty parts and single dots."""
+    return "/".join(part for part in "/".join(names).split("/") if part not in ("", "."))
+
+
 def address_problem(address: str) -> str | None:
     """Return the problem of an address, or None. Credentials are refused: logs and config.yaml show addresses."""
-    parts = urlsplit(address)
-    query = parse_qsl(parts.query, keep_blank_values=True)
-    is_open = all(name in ADDRESS_QUERY and "@" not in value for name, value in query)
-    if is_open and parts.password is None and not (parts.scheme in ("s3", "gs") and "@" in parts.netloc):
+    place = parse_address(address)
+    scheme, _, host = place.bucket.partition("://")
+    user, at, _ = host.rpartition("@")
+    if place.is_on_disk and host not in ("", "localhost"):
+        return f"names the host {host}: a path on a disk has three slashes, file:///{host}"
+    if not place.is_on_disk and ".." in place.path.split("/"):
+        return "has the part '..', which a store takes as a name: write the path without it"
+    is_open = all(name in ADDRESS_QUERY and "@" not in value for name, value in place.parameters.items())
+    if is_open and ":" not in user and not (at and scheme in ("s3", "gs")):
         return None
     return (
         f"has other parameters than {', '.join(ADDRESS_QUERY)}, or credentials: credentials come from the environment "

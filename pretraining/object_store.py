@@ -23,13 +23,12 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 from time import monotonic
 from typing import TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pyarrow.fs
 from pyarrow.lib import ArrowException
 
-from pretraining.errors import PretrainError
-from pretraining.files import Location, address_problem, is_address
+from pretraining.errors import PathError, PretrainError
+from pretraining.files import Address, Location, address_problem, is_address, join_names, parse_address
 
 T = TypeVar("T")
 
@@ -67,15 +66,16 @@ class Store:
     def __init__(self, address: str) -> None:
         if (problem := address_problem(address)) is not None:
             raise StoreError(f"an address that {problem}")
-        self.address = address.partition("?")[0].rstrip("/")
+        self._place = parse_address(address)
+        self.address = self._place.place
         self.problem = ""
-        self._given = address
+        self._has_bucket = self._place.is_on_disk
         self.connect()
 
     def connect(self) -> None:
         """Connect again, with the credentials that the environment gives now."""
         with self._as_store_error(""):
-            self._system, self._root = _connect(self._given)
+            self._system, self._root = _connect(self._place)
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small object; None if the object does not exist."""
@@ -122,12 +122,15 @@ class Store:
         selector = pyarrow.fs.FileSelector(root, recursive=recursive, allow_not_found=True)
         with self._as_store_error(folder):
             infos = self._system.get_file_info(selector)
-        return {info.path.removeprefix(root).lstrip("/"): info for info in infos}
+        self._check_bucket(is_known=bool(infos))
+        return {info.path[len(root) + 1 :]: info for info in infos}
 
     def info(self, name: str) -> pyarrow.fs.FileInfo:
         """Return what the store says of an object or folder."""
         with self._as_store_error(name):
-            return self._system.get_file_info(self._path(name))
+            info = self._system.get_file_info(self._path(name))
+        self._check_bucket(is_known=info.type != pyarrow.fs.FileType.NotFound)
+        return info
 
     def write(self, name: str, pieces: Iterable[bytes]) -> None:
         """Write an object, and compare its size; errors of `pieces` are raised as they are."""
@@ -189,12 +192,22 @@ class Store:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
+    def _check_bucket(self, *, is_known: bool) -> None:
+        """Raise a PathError if the bucket does not exist; credentials that may not ask for it do not tell."""
+        self._has_bucket |= is_known
+        if not self._has_bucket:
+            with suppress(OSError, ArrowException):
+                if self._system.get_file_info(self._root.partition("/")[0]).type == pyarrow.fs.FileType.NotFound:
+                    problem = "there is no such bucket. Check its name, the endpoint and the credentials"
+                    raise PathError(problem, path=self._place.bucket)
+            self._has_bucket = True
+
     @contextmanager
     def _as_store_error(self, name: str) -> Iterator[None]:
         """Turn pyarrow's errors about a store into a `StoreError`."""
         try:
             yield
-        except (OSError, ArrowException) as error:
+        except (OSError, ArrowException, UnicodeError) as error:
             self.problem = (str(error).splitlines() or [type(error).__name__])[0]
             raise StoreError(f"cannot be used: {self.problem}", path=f"{self.address}/{name}") from error
 
@@ -206,38 +219,31 @@ class StorePath:
 
     Attributes:
         key: path in the bucket.
-        query: parameters of the address, with the question mark; or empty.
+        query: parameters of the address; or empty.
 
     Raises:
         StoreError: (calls that read) the store has failed several times.
     """
 
     def __init__(self, bucket: str, key: str, query: str = "") -> None:
-        self._bucket, self.key, self.query = bucket, key.strip("/"), query
-
-    @classmethod
-    def parse(cls, address: str) -> StorePath:
-        """Return the place at an address."""
-        base, mark, query = address.partition("?")
-        scheme, _, place = base.partition("://")
-        bucket, _, key = place.partition("/")
-        return cls(f"{scheme}://{bucket}", key, mark + query)
+        self._bucket, self.key, self.query = bucket, join_names(key), query
 
     def __str__(self) -> str:
         return f"{self._bucket}/{self.key}".rstrip("/")
 
     def __truediv__(self, name: str) -> StorePath:
-        return StorePath(self._bucket, f"{self.key}/{name}", self.query)
+        return StorePath(self._bucket, join_names(self.key, name), self.query)
 
     @property
     def address(self) -> str:
         """The address with its query."""
-        return f"{self}{self.query}"
+        return Address(self._bucket, self.key, self.query).text
 
     @property
     def identity(self) -> str:
         """Endpoint, scheme, bucket and name."""
-        return f"{dict(parse_qsl(self.query.lstrip('?'))).get('endpoint_override', '')}{self}"
+        endpoint = Address(self._bucket, self.key, self.query).parameters.get("endpoint_override", "")
+        return f"{endpoint.rpartition('://')[2].rstrip('/')}{self}"
 
     @property
     def name(self) -> str:
@@ -267,7 +273,9 @@ class StorePath:
         info = self.ask(lambda store: store.info(self.key))
         if info.type == pyarrow.fs.FileType.NotFound:
             raise FileNotFoundError(2, os.strerror(2), str(self))
-        mode = stat.S_IFREG if info.is_file else stat.S_IFDIR
+        # Some tools keep an empty object under the name of a folder.
+        is_folder = not info.is_file or (info.size == 0 and bool(self.ask(lambda store: store.sizes(self.key))))
+        mode = stat.S_IFDIR if is_folder else stat.S_IFREG
         return os.stat_result((mode, 0, 0, 0, 0, 0, info.size or 0, 0, 0, 0))
 
     def iterdir(self) -> Iterator[StorePath]:
@@ -301,7 +309,7 @@ class StorePath:
 
     def ask(self, action: Callable[[Store], T], tries: int = TRIES_OF_PATH) -> T:
         """Call the store, and repeat a call that fails, as `Store.retry` does."""
-        store = _store(f"{self._bucket}{self.query}")
+        store = _store(Address(self._bucket, "", self.query).text)
         return store.retry(lambda: action(store), threading.Event(), tries)
 
 
@@ -310,9 +318,10 @@ _store = cache(Store)
 
 def location(path: str) -> Location:
     """Return the place that a user names: on a disk, also for file://, or in a store."""
-    if path.startswith("file://"):
-        return Path(unquote(urlsplit(path).path))
-    return StorePath.parse(path) if is_address(path) else Path(path).expanduser()
+    if not is_address(path):
+        return Path(path).expanduser()
+    place = parse_address(path)
+    return Path(f"/{place.path}") if place.is_on_disk else StorePath(*place)
 
 
 def text_of(place: Location) -> str:
@@ -320,18 +329,20 @@ def text_of(place: Location) -> str:
     return place.address if isinstance(place, StorePath) else str(place)
 
 
-def _connect(address: str) -> tuple[pyarrow.fs.FileSystem, str]:
+def _connect(place: Address) -> tuple[pyarrow.fs.FileSystem, str]:
     """Return the file system of an address, and the path in it."""
-    parts = urlsplit(address)
-    if parts.scheme != "s3":
-        system, path = pyarrow.fs.FileSystem.from_uri(address)
-        return system, path.rstrip("/")
-    query = dict(parse_qsl(parts.query))
-    if not query.keys() & {"region", "endpoint_override"}:
-        query["region"] = _region_of(parts.netloc)
-    # By default, a stream of a slow store buffers whole files, and a request times out after three seconds.
-    system = pyarrow.fs.S3FileSystem(background_writes=False, connect_timeout=10, request_timeout=60, **query)
-    return system, f"{parts.netloc}{parts.path}".rstrip("/")
+    scheme, _, bucket = place.bucket.partition("://")
+    if place.is_on_disk:
+        return pyarrow.fs.LocalFileSystem(), f"/{place.path}".rstrip("/")
+    if scheme != "s3":
+        system, bucket = pyarrow.fs.FileSystem.from_uri(place._replace(path="").text)
+    else:
+        parameters = place.parameters
+        if not parameters.keys() & {"region", "endpoint_override"}:
+            parameters["region"] = _region_of(bucket)
+        # By default, a stream of a slow store buffers whole files, and a request times out after three seconds.
+        system = pyarrow.fs.S3FileSystem(background_writes=False, connect_timeout=10, request_timeout=60, **parameters)
+    return system, f"{bucket.rstrip('/')}/{place.path}".rstrip("/")
 
 
 _region_of = cache(pyarrow.fs.resolve_s3_region)

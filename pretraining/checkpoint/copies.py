@@ -36,7 +36,7 @@ from pretraining.checkpoint.run_folder import (
 )
 from pretraining.checkpoint.stored_files import ChecksummedFile, crc32_text
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import exists, flush_folder, parse_json, write_atomic, write_flushed, writing_into
+from pretraining.files import exists, flush_folder, parse_address, parse_json, write_atomic, write_flushed, writing_into
 from pretraining.model.hf import ORIGIN_FILE
 from pretraining.object_store import PIECE_BYTES, Store
 
@@ -174,9 +174,9 @@ def _fetch_files(store: Store, copy: Copy, folder: Path) -> None:
 
 def _fetch_origin(copy: Copy, run: Path) -> None:
     """Fetch the record of the model that the run of a copy began with, if only the store has it."""
-    address, _, query = copy.address.partition("?")
-    root = address.rstrip("/") if copy.folder else address.rstrip("/").rsplit("/", 2)[0]
-    content = None if exists(run / ORIGIN_FILE) else Store(f"{root}?{query}" if query else root).read(ORIGIN_FILE)
+    place = parse_address(copy.address)
+    root = place if copy.folder else place._replace(path="/".join(place.path.split("/")[:-2]))
+    content = None if exists(run / ORIGIN_FILE) else Store(root.text).read(ORIGIN_FILE)
     if content is not None:
         write_atomic(run / ORIGIN_FILE, content)
 
@@ -212,7 +212,7 @@ def local_view(address: str, *, with_files: bool, names: Collection[str] | None 
             if copy.name not in listed.complete:  # otherwise its files belong to the checkpoint that was saved again
                 _view(copy, run / CHECKPOINTS / folder, with_files=False)
         if is_empty:
-            raise CheckpointError("holds no complete and good checkpoint", path=address.partition("?")[0])
+            raise CheckpointError("holds no complete and good checkpoint", path=parse_address(address).place)
         yield run
 
 

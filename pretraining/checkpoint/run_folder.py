@@ -46,6 +46,7 @@ from pretraining.files import (
     exists,
     is_file,
     is_folder,
+    parse_address,
     read_json,
     real_path,
     reason_of,
@@ -103,7 +104,7 @@ class Copy:
 
     def __str__(self) -> str:
         """Return the address of the checkpoint, without a query."""
-        return f"{self.address.partition('?')[0].rstrip('/')}/{self.folder}".rstrip("/")
+        return f"{parse_address(self.address).place}/{self.folder}".rstrip("/")
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ refuses the start any more (`mirror.fetch_start`).
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +46,7 @@ from pretraining.checkpoint.run_folder import (
 from pretraining.config.recipe_files import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import from_hub, is_address, is_folder, real_path
+from pretraining.files import from_hub, is_address, is_folder, parse_address, real_path
 from pretraining.model.hf import MODEL_FILES
 from pretraining.text import count_of, list_some
 
@@ -252,8 +253,9 @@ def _find_in_store(address: str, run: Path, damaged: Mapping[str, str]) -> Check
     """Find the newest good checkpoint at an address; those that an earlier start has fetched are not fetched again."""
     from pretraining.checkpoint.copies import read_copies  # imports pyarrow
 
-    place = address.partition("?")[0]
-    fetched = run / FETCHED / re.sub(r"[^\w.-]+", "_", place)  # with the layout of a run
+    place, checksum = parse_address(address).place, zlib.crc32(address.encode("utf-8", "surrogateescape"))
+    name = re.sub(r"[^\w.-]+", "_", place)  # other addresses may have it, too
+    fetched = run / FETCHED / f"{name}-{checksum:08x}"  # with the layout of a run
     listed = list_run(fetched, read_copies(address))
     if not listed.saved:
         raise CheckpointError(f"{LOAD_PATH}={place} holds no complete checkpoint")

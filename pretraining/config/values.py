@@ -21,7 +21,7 @@ from pretraining.config.fields import Setting
 from pretraining.config.plugins import PLUGIN_PATH, join_brackets
 from pretraining.durations import LARGEST_AMOUNT, PERCENT, Duration, parse_number
 from pretraining.errors import ConfigError
-from pretraining.files import address_problem, exists, is_address
+from pretraining.files import address_problem, exists, is_address, parse_address
 from pretraining.text import parse_bytes
 
 Raw = str | list[str] | None
@@ -203,7 +203,9 @@ def _parse_one(setting: Setting, text: str, is_typed: bool) -> Any:
             raise ValueError("true or false is needed (also yes, no, on, off, 1, 0)")
         return BOOL_WORDS[word]
     if setting.base is str:
-        return expand_home(text, is_typed=is_typed) if setting.is_path else text
+        path = expand_home(text, is_typed=is_typed) if setting.is_path else text
+        is_in_store = setting.may_be_address and is_address(path) and not path.lower().startswith("file://")
+        return parse_address(path).text if is_in_store else path  # the endpoint of the environment is recorded
     percent = parse_number(text.strip().removesuffix("%")) if text.strip().endswith("%") else None
     if percent is not None and 1 in (setting.limits.get(Le), setting.limits.get(Lt)):  # a fraction
         return float(percent / 100)

@@ -122,7 +122,7 @@ def _evaluate(
     trained = manifest.facts_of_data
     on_every_rank(lambda: _check_held_out(config, trained.get("held_out_fraction")))
     check_kernels(config, shape, device)
-    dims, data = build_run_dims(config, processes), open_data(config, processes)
+    dims, data = build_run_dims(config, processes), open_data(config, processes, trained.get("datasets", {}))
     batch = resolve_batch_sizes(config.batch, dims.data, manifest.global_batch_size or None)
     record = recorded_evaluation(manifest)
     if config.evaluation.eval_batches != newest.config.evaluation.eval_batches:

@@ -13,7 +13,7 @@ from pretraining.checkpoint.own_checkpoints import list_run
 from pretraining.checkpoint.start_point import newest_good
 from pretraining.config.recipe_files import RUN_CONFIG_FILE, load_config
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import is_address
+from pretraining.files import is_address, parse_address
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, list_some
 from pretraining.tools.command_settings import PushConfig
@@ -40,7 +40,7 @@ def push(config: PushConfig) -> None:
     if original is not None:
         raise CheckpointError(f"is a copy of the run in {original}, whose mirror this is: name another", path=address)
     settings = replace(settings, ckpt_save_path=str(run), ckpt_mirror_path=address)
-    store, lease = str(address).partition("?")[0].rstrip("/"), Lease(run)
+    store, lease = parse_address(str(address)).place, Lease(run)
     lease.acquire()
     try:
         listed = list_run(run, list_copies(settings))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,17 +55,20 @@ class OpenedData:
     folders: tuple[tuple[EvaluationFolder, OpenedDatasets], ...] = ()
 
 
-def open_data(config: TrainConfig, processes: Processes, index_folder: str | None = None) -> OpenedData:
+def open_data(
+    config: TrainConfig, processes: Processes, earlier: Collection[str] = (), index_folder: str | None = None
+) -> OpenedData:
     """Open a job's datasets and evaluation folders in every process.
 
     Args:
+        earlier: names of datasets that the run has trained on.
         index_folder: folder for new indices; None = where the settings say.
     """
     data = config.data
     listing: tuple[DatasetFiles, ...] = ()
     if data.data_path is not None and not data.use_dummy_dataset:
         # Listing 100,000 files is slow on a shared file system: rank 0 lists them for all.
-        listing = on_rank_zero(lambda: list_datasets(data))
+        listing = on_rank_zero(lambda: list_datasets(data, earlier))
     paths, is_evaluation = config.evaluation.eval_datasets, config.evaluation.eval_only
     folders = on_rank_zero(lambda: find_evaluation_folders(paths, data, listing, may_overlap=is_evaluation))
     needs_training = bool(listing) and not (is_evaluation and data.held_out_fraction == 0)

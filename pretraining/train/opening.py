@@ -84,8 +84,9 @@ def open_run(
     tasks = open_tasks(config, processes, dims, config.data)
     evaluators = open_evaluators(config, job.evaluators)
     job.begin(config, start)
+    earlier = {} if start is None or start.weights_only else start.manifest.data.get("datasets", {})
     with explain_out_of_memory(config, dims, processes):
-        data = open_data(config, processes, index_folder)
+        data = open_data(config, processes, earlier, index_folder)
     if job.lease is not None:
         record_environment(config.checkpoint.folder, 0 if start is None else start.step, job.launcher, processes)
     return Opened(config, processes, dims, data, tasks, evaluators, sampler)

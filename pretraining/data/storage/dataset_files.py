@@ -14,21 +14,23 @@ import hashlib
 import logging
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
+from typing import NamedTuple
 
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.content import time_of_change
 from pretraining.data.storage.token_format import TokenFormat, format_class
 from pretraining.data.threads import map_in_order
-from pretraining.errors import DataError
+from pretraining.errors import DataError, PathError
 from pretraining.files import Location, entries_of, exists, is_address, is_file, is_folder, read_json
-from pretraining.object_store import REQUESTS, StorePath, location
-from pretraining.text import list_some
+from pretraining.object_store import REQUESTS, StorePath, location, text_of
+from pretraining.text import count_of, list_some
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ MANIFEST_FILE = "prepare.json"
 """Manifest of a folder that `pretrain prepare` wrote; a folder that has it is complete."""
 STATE_FILE = "state.json"
 """List of the files of a folder that `save_to_disk` of the `datasets` library wrote."""
+_WITHOUT_FOLDER = "To train without this folder, name the others with --datasets"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class DatasetFiles:
         times: time of change of each file, or tag of each object; empty if unknown.
         content: record of the content of all files, that of their index; None = not asked.
         ending: last bytes of every undamaged file; empty = not checked.
-        query: parameters of the address in a store, with the question mark.
+        query: what the address of the folder has behind it: parameters, with the question mark; or empty.
     """
 
     name: str
@@ -85,11 +88,14 @@ class DatasetFiles:
         return self.root / self.paths[number]
 
 
-def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
+def list_datasets(config: DataConfig, earlier: Collection[str] = ()) -> tuple[DatasetFiles, ...]:
     """Find the configured datasets, sorted by name; without `datasets`, every sub-folder with token files.
 
+    Args:
+        earlier: names of datasets that the run has trained on.
+
     Raises:
-        DataError: a folder is missing, has no token files, or has files of two formats.
+        DataError: a folder is missing, has no token files, or has files of two formats; or a file is in two datasets.
         ConfigError: the format is unknown.
     """
     if config.data_path is None:
@@ -123,13 +129,36 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
             f"--datasets={root.name}. {_how_to_prepare(root)}",
             path=root,
         )
+    weights = dict(zip(names, config.weights, strict=False))
+    in_run = {name for name in scans if weights.get(name, 1)} | {name for name in earlier if exists(root / name)}
+    again = {name: scans.get(name) or _scan(root / name, suffixes, companions) for name in sorted(in_run)}
+    _check_distinct(again, root, set(earlier))
     return tuple(_dataset(root, name, scans[name], formats, config) for name in sorted(scans))
+
+
+def _check_distinct(scans: Mapping[str, _Scan], root: Location, earlier: Collection[str]) -> None:
+    """Raise a DataError if datasets of a run have a file in common; only warn of two that the run has trained on."""
+    owners = dict[Hashable, str]()
+    for name, scan in scans.items():
+        shared = defaultdict[str, list[str]](list)
+        for path, found in scan.files.items():
+            if (other := owners.setdefault(found.identity, name)) != name:
+                shared[other].append(path)
+        for other, paths in shared.items():
+            are_equal = len(paths) == len(scan.files) == len(scans[other].files)
+            what = "are the same files" if are_equal else f"share {count_of(len(paths), 'file')}, such as {paths[0]}"
+            problem = (
+                f"datasets '{other}' and '{name}' {what}: what one holds out would be trained on in the other. Name "
+                "one of them in --datasets, the same at every start of a run"
+            )
+            if not {other, name} <= earlier:
+                raise DataError(problem, path=root / name)
+            log.warning("%s", problem)
 
 
 def prepared_folders(root: Location) -> list[Location]:
     """Return the sub-folders of a root that have a prepare.json, sorted by name."""
-    names = _sub_folders(root) if is_folder(root) else []
-    return [root / name for name in names if is_file(root / name / MANIFEST_FILE)]
+    return [root / name for name in _sub_folders(root, MANIFEST_FILE)] if is_folder(root) else []
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int], rewritten: Collection[str] = ()) -> str:
@@ -178,14 +207,14 @@ def _dataset(root: Location, name: str, scan: _Scan, formats: Formats, config: D
     paths = tuple(sorted(path for path in scan.files if path.endswith(suffixes)))
     if kind == "arrow_stream":
         paths = _without_unlisted(place, paths, scan.saved)
-    sizes = tuple(scan.files[path][0] for path in paths)
-    times = tuple(scan.files[path][1] for path in paths)
+    sizes = tuple(scan.files[path].size for path in paths)
+    times = tuple(scan.files[path].time for path in paths)
     digest = hashlib.blake2b(digest_size=16)
     for path, size in zip(paths, sizes, strict=True):
         digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
     alone = is_file(place)
     folder = place.parent if alone else place
-    query = folder.query if isinstance(folder, StorePath) else ""
+    query = text_of(folder).removeprefix(str(folder))
     return DatasetFiles(
         name, str(folder), paths, sizes, digest.hexdigest(), kind, alone, times, ending=row.ending, query=query
     )
@@ -249,17 +278,25 @@ def saved_files(folder: Location) -> set[str]:
     return named
 
 
+class _Found(NamedTuple):
+    """A file: its size, its time of change or its tag, and what is the same for all its names."""
+
+    size: int
+    time: int
+    identity: Hashable
+
+
 @dataclass
 class _Scan:
     """The files found in a folder.
 
     Attributes:
-        files: size and time of change, or tag, by relative path.
+        files: by relative path.
         saved: relative paths of folders with a `STATE_FILE`.
         repeated: relative paths of folders that were found under another path before.
     """
 
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    files: dict[str, _Found] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
 
@@ -275,7 +312,7 @@ def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ..
         partners = [folder.with_suffix(suffix) for suffix in companions]
         paths = [folder, *partners] if folder.name.endswith(suffixes) else []
         for path in filter(is_file, paths):
-            scan.files[path.name] = _size_and_time(path)
+            scan.files[path.name] = _look_at(path, path.stat())
         return scan
     if isinstance(folder, StorePath):
         return _scan_store(folder, kept)
@@ -285,30 +322,35 @@ def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ..
             for entry in entries:
                 if entry.name.endswith(kept):
                     # Follows links, so that a broken link is an error, not a missing file.
-                    status = entry.stat()
-                    scan.files[prefix + entry.name] = status.st_size, time_of_change(status)
+                    scan.files[prefix + entry.name] = _look_at(Path(entry.path), entry.stat())
                 elif entry.name == STATE_FILE:
                     scan.saved.append(prefix.rstrip("/"))
     except OSError as error:
-        raise DataError(f"cannot be listed: {error.strerror}", path=error.filename or folder) from error
+        problem = f"cannot be listed: {error.strerror}. {_WITHOUT_FOLDER}"
+        raise DataError(problem, path=error.filename or folder) from error
     return scan
 
 
 def _scan_store(folder: StorePath, suffixes: tuple[str, ...]) -> _Scan:
     """Find the files with these suffixes below a folder of a store, and ask for the tag of each."""
     scan, sizes = _Scan(), folder.files()
-    visible = [name for name in sorted(sizes) if not any(part.startswith(".") for part in name.split("/"))]
+    for name in sizes:
+        if name.endswith(suffixes) and not {"", ".", ".."}.isdisjoint(name.split("/")):
+            problem = "has a part of its name that is empty, . or .., and such objects cannot be read: rename it"
+            raise DataError(problem, path=f"{folder}/{name}")
+    visible = [name for name in sorted(sizes) if not any(map(_is_hidden, name.split("/")))]
     names = [name for name in visible if name.endswith(suffixes)]
     for name, tag in zip(names, map_in_order(lambda name: (folder / name).tag(), names, REQUESTS), strict=True):
-        scan.files[name] = sizes[name], tag
+        scan.files[name] = _Found(sizes[name], tag, str(folder / name))
     scan.saved += [name.rpartition("/")[0] for name in visible if name.rpartition("/")[2] == STATE_FILE]
     return scan
 
 
-def _size_and_time(path: Location) -> tuple[int, int]:
-    """Return the size of a file, and its time of change or its tag."""
-    status = path.stat()
-    return status.st_size, path.tag() if isinstance(path, StorePath) else time_of_change(status)
+def _look_at(path: Location, status: os.stat_result) -> _Found:
+    if isinstance(path, StorePath):
+        return _Found(status.st_size, path.tag(), str(path))
+    identity = (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(str(path))  # some have no inodes
+    return _Found(status.st_size, time_of_change(status), identity)
 
 
 Entries = list[os.DirEntry[str]]
@@ -337,15 +379,25 @@ def walk_folders(root: Path, repeated: list[str]) -> Iterator[tuple[str, Entries
             continue
         seen.add(identity)
         with os.scandir(f"{root}/{prefix}") as entries:
-            visible = [entry for entry in entries if not entry.name.startswith(".")]
+            visible = [entry for entry in entries if not _is_hidden(entry.name)]
         folders = [entry for entry in visible if entry.is_dir()]
         yield prefix, folders, [entry for entry in visible if not entry.is_dir()]
         for folder in folders:
             heappush(waiting, (links + folder.is_symlink(), f"{prefix}{folder.name}/", above | {identity}))
 
 
-def _sub_folders(folder: Location) -> list[str]:
-    return sorted(child.name for child in entries_of(folder) if not child.name.startswith(".") and is_folder(child))
+def _is_hidden(name: str) -> bool:
+    """Return whether a name is hidden, or that of the folder that a file system keeps for repairs."""
+    return name.startswith(".") or name == "lost+found"
+
+
+def _sub_folders(folder: Location, holding: str = "") -> list[str]:
+    """Return the names of the folders in a folder, sorted; with `holding`, of those with a file of this name."""
+    try:
+        children = [child for child in entries_of(folder) if not _is_hidden(child.name)]
+        return sorted(child.name for child in children if (is_file(child / holding) if holding else is_folder(child)))
+    except PathError as error:
+        raise DataError(f"{error}. {_WITHOUT_FOLDER}") from None
 
 
 def _how_to_prepare(path: Location) -> str:

@@ -110,7 +110,9 @@ class DocumentReader:
         counts = np.minimum(ends - first, documents["tokens"].astype(np.int64)) - begins
         offsets = documents["offset"].astype(np.int64) + begins * self._index.token_bytes[files]
         has_bos = spans.starts < first
-        self._copy_stored(_Pieces(files, offsets, counts, positions + has_bos), spans.rows, target)
+        stored = counts > 0  # a span may be a virtual token alone, also behind the last byte of its file
+        pieces = _Pieces(files[stored], offsets[stored], counts[stored], (positions + has_bos)[stored])
+        self._copy_stored(pieces, spans.rows[stored], target)
         if self._bos_token is not None:
             target[positions[has_bos]] = self._bos_token
         if self._sep_token is not None:

@@ -8,8 +8,9 @@ of the block after it for long, so nothing is fetched that is not needed soon. T
 chunks of the next steps; a reader that needs a chunk which is being fetched waits for it.
 
 All processes of a node share the cache folder, also processes of several runs. A file in its folder `chunks/` is a
-chunk with its CRC-32. The name has the object's place and tag, and the chunk's range. A file appears complete. When the
-folder is full, the least recently used chunks are removed; other files stay.
+chunk with the CRC-32 of its bytes and its name. The name has the object's place and tag, and the chunk's range. A file
+appears complete. When the folder is full, the least recently used chunks are removed; other files stay. Symbolic links
+in the folder are not followed.
 
 After each read from the store, the object must still have the tag that it had when it was listed. So bytes of another
 version are never used.
@@ -17,6 +18,7 @@ version are never used.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -30,7 +32,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -58,6 +60,8 @@ KEPT_SHARE = 0.9
 MEMORY_BESIDE_FOLDER = 2**30
 """Bytes of chunks that a node keeps in memory if the cache folder cannot be written."""
 _SUFFIX = ".chunk"
+_COUNTER = ".bytes"
+"""File with the bytes of all chunks in the folder."""
 _STALE_SECONDS = 3600.0
 _CHECKSUM_BYTES = 4
 
@@ -97,8 +101,8 @@ class _DiskChunk(OpenFile):
             return
         content = bytearray(size + _CHECKSUM_BYTES)
         super().read_into(memoryview(content), 0)
-        if zlib.crc32(memoryview(content)[:size]) != int.from_bytes(content[size:], "little"):
-            raise DataError("damaged", path=path)
+        if _checksum(path, memoryview(content)[:size]) != content[size:]:
+            raise DataError("damaged, or the file of another chunk", path=path)
 
     def read_into(self, target: memoryview, offset: int) -> None:
         try:
@@ -107,6 +111,18 @@ class _DiskChunk(OpenFile):
             is_read = False
         if not is_read:
             self._again().read_into(target, offset)
+
+
+def _checksum(path: Path, content: bytes | memoryview) -> bytes:
+    """Return the checksum of a chunk under the name of its file."""
+    return zlib.crc32(path.name.encode(), zlib.crc32(content)).to_bytes(_CHECKSUM_BYTES, "little")
+
+
+def _refuse_links(*paths: Path) -> None:
+    """Raise an OSError if a path is a link: it leads out of the cache folder, which others may write to."""
+    for path in paths:
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
 
 
 class ChunkCache:
@@ -181,10 +197,11 @@ class ChunkCache:
         if self._folder is None:
             return None
         key, (begin, end) = file.keys[number], file.cuts[number : number + 2]
-        again = partial(self._replace, file, number)
+        path, again = self._path(key), partial(self._replace, file, number)
         try:
-            chunk = _DiskChunk(self._path(key), begin, end - begin, again, is_checked=key in self._checked)
-        except DataError:  # missing, or damaged
+            _refuse_links(self._folder, path.parent, path)
+            chunk = _DiskChunk(path, begin, end - begin, again, is_checked=key in self._checked)
+        except (OSError, DataError):  # missing, or damaged
             return None
         self._checked.add(key)
         return chunk
@@ -204,9 +221,10 @@ class ChunkCache:
         temporary = path.with_name(f".{secrets.token_hex(8)}{_SUFFIX}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _refuse_links(self._folder, path.parent, self._folder / _COUNTER)
             self._make_room(self._folder, len(content) + _CHECKSUM_BYTES)
             try:
-                temporary.write_bytes(content + zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little"))
+                temporary.write_bytes(content + _checksum(path, content))
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -221,7 +239,7 @@ class ChunkCache:
 
     def _make_room(self, folder: Path, size: int) -> None:
         """Count a new file, and remove the least recently used ones if the folder is too full."""
-        with (folder / ".bytes").open("a+b") as counter:
+        with (folder / _COUNTER).open("a+b") as counter:
             fcntl.flock(counter, fcntl.LOCK_EX)
             counter.seek(0)
             text = counter.read()
@@ -241,9 +259,10 @@ def chunk_cache(folder: str | None, limit_bytes: int, processes: int) -> ChunkCa
 def _remove_oldest(folder: Path, most_bytes: int) -> int:
     """Remove the least recently used files of a cache folder; return the bytes that are left."""
     chunks, now = [], time.time()
-    for path in folder.glob(f"??/*{_SUFFIX}"):
+    folders = [each for each in folder.glob("??") if not each.is_symlink()]
+    for path in chain.from_iterable(each.glob(f"*{_SUFFIX}") for each in folders):
         with suppress(FileNotFoundError):  # removed by another process
-            status = path.stat()
+            status = path.lstat()
             is_left = path.name.startswith(".") and now - status.st_mtime > _STALE_SECONDS  # by a killed process
             if is_left or not path.name.startswith("."):
                 chunks.append((0.0 if is_left else status.st_mtime, status.st_size, path))
