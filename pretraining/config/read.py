@@ -121,8 +121,8 @@ def with_defaults(config: T, given: Collection[str]) -> T:
     """
     if not isinstance(config, TrainConfig):
         return config
-    if config.data.tokenizer_path is not None:
-        config = replace(config, data=replace(config.data, tokenizer_path=as_local(config.data.tokenizer_path)))
+    path = config.data.tokenizer_path
+    config = replace(config, data=replace(config.data, tokenizer_path=None if path is None else as_local(path)))
     if config.evaluation.eval_only:
         return config
     checkpoint, report = config.checkpoint, config.report

@@ -205,7 +205,12 @@ def _warn_of_known_answers(name: str, task: Any, limit: int | None) -> None:
     if not shots or not hasattr(task, "sampler"):
         return
     sample, drawn = task.sampler.sample, list[Sequence[Any]]()
-    task.sampler.sample = lambda *given, **named: drawn.append(sample(*given, **named)) or drawn[-1]
+
+    def draw(*given: Any, **named: Any) -> Sequence[Any]:
+        drawn.append(sample(*given, **named))
+        return drawn[-1]
+
+    task.sampler.sample = draw
     questions = [question for _, question in task.doc_iterator(limit=limit)]
     task.set_fewshot_seed(DEFAULT_OTHER_SEED)
     try:

@@ -151,7 +151,7 @@ def _check_distinct(scans: Mapping[str, _Scan], root: Location, earlier: Collect
                 f"datasets '{other}' and '{name}' {what}: what one holds out would be trained on in the other. Name "
                 "one of them in --datasets, the same at every start of a run"
             )
-            if not {other, name} <= earlier:
+            if not {other, name} <= set(earlier):
                 raise DataError(problem, path=root / name)
             log.warning("%s", problem)
 
