@@ -50,6 +50,8 @@ EVALUATION_SETS_STATE = "evaluation_sets"
 """Key of the record of the evaluation sets in a manifest's states."""
 LOSS_STATE = "loss"
 """Key of the newest and the best evaluation loss (`Best`) in a manifest's states."""
+REPORTED_LOSS_STATE = "reported_loss"
+"""Key of the best reported loss of training (`Best`) in a manifest's states."""
 METRIC_STATE = "metric"
 """Key of the metric that decides which checkpoint is best (`Best`) in a manifest's states; absent if the loss does."""
 GUARDS_STATE = "guards"
@@ -181,6 +183,14 @@ class Manifest:
         return self._value_of_step(LOSS_STATE)
 
     @property
+    def best_loss(self) -> tuple[str, float | None]:
+        """Name and value of the lowest loss of the evaluations or, without any, of the reports."""
+        if self.best_evaluation_loss is not None:
+            return "evaluation_loss", self.best_evaluation_loss
+        reported = (self._state_of(REPORTED_LOSS_STATE).get("best"), self.loss)
+        return "loss", min((loss for loss in reported if loss is not None), default=None)
+
+    @property
     def metric_of_step(self) -> float | None:
         """Value of these weights of the metric that decides which checkpoint is best; None if the loss decides."""
         return self._value_of_step(METRIC_STATE)
@@ -213,7 +223,7 @@ class Manifest:
         for name, state in self.state.items():
             if not isinstance(state, dict):
                 raise TypeError(f"the state of {name} is {shown(state)}")
-        tracked = (self._state_of(name).get(key) for name in (LOSS_STATE, METRIC_STATE) for key in TRACKED)
+        tracked = (self._state_of(name).get(key) for name in _BESTS for key in TRACKED)
         for number in (*tracked, self.skipped_in_a_row, self.annealing_from):
             if number is not None and (type(number) is bool or not isinstance(number, int | float)):
                 raise TypeError(f"a state has {shown(number)} in place of a number")
@@ -259,6 +269,7 @@ class Manifest:
 
 
 FIELDS = tuple(each.name for each in fields(Manifest))
+_BESTS = (LOSS_STATE, REPORTED_LOSS_STATE, METRIC_STATE)
 TRACKED = ("value", "step", "best", "in_a_row")
 """Numbers in the state of a `Best`."""
 

@@ -5,7 +5,7 @@
                            "param_groups": settings and names, in the order of the model's parameters; for
                            `load_state_dict` of an optimizer over these parameters
     lr_state_dict.pt       state of torch's LRScheduler: last_epoch, base_lrs, _last_lr; settings of the schedule
-    iter_state_dict.pt     epoch, segment, its first and its next sample, best loss; all fields of the manifest
+    iter_state_dict.pt     epoch, segment, its first and its next sample, best loss and its name; the manifest
 
 These files replace the shards in a checkpoint's folder. manifest.json is the same, and a restore uses it.
 Rank 0 gathers all tensors in host memory, one after the other. `headers` reads the files.
@@ -154,13 +154,14 @@ def _schedule_state(manifest: Manifest, config: TrainConfig, peaks: list[float])
 
 def _iteration_state(manifest: Manifest) -> dict[str, Any]:
     phases = manifest.data.get("phases", [{"first_sample": 0}])
-    content = manifest.document()
+    content, (best_name, best_loss) = manifest.document(), manifest.best_loss
     return {
         "epoch": _whole_passes(manifest.data),
         "segment": len(phases) - 1,
         "segment_start": phases[-1]["first_sample"],
         "segment_end": manifest.data.get("next_sample", 0),
-        "best_loss": manifest.best_evaluation_loss,
+        "best_loss": best_loss,
+        "best_loss_name": best_name,
         **{name: content[name] for name in FIELDS if name != "files"},
     }
 

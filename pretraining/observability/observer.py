@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pretraining.best import Best, Measure
 from pretraining.errors import DataError
 from pretraining.observability.block_norms import BlockNorms
 from pretraining.observability.collector import Collector
@@ -39,6 +40,7 @@ class Observer:
     Attributes:
         interval: between reports.
         last_loss: latest reported loss, also of an earlier invocation.
+        best_loss: lowest loss of the reports that were due.
         step_seconds: mean seconds per step of the latest reports of this invocation.
         newest: latest reported values of this invocation, by name.
         norms: norms by block, for the reports of measured steps; None = none are measured.
@@ -52,6 +54,7 @@ class Observer:
     trackers: Trackers
     events: Events
     last_loss: float | None = None
+    best_loss: Best = field(default_factory=lambda: Best(Measure("loss", "loss", None)))
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     newest: dict[str, Any] = field(default_factory=dict)
     norms: BlockNorms | None = None
@@ -89,6 +92,7 @@ class Observer:
             self._report(state, outcome)
         if is_due:  # an early report at the end of an invocation keeps the sums for the next invocation
             self.collector.clear()
+            self.best_loss.record(math.nan if self.last_loss is None else self.last_loss, state.step)
             if (count := self.collector.reports_without_labels) == MAX_WITHOUT_LABELS:
                 raise DataError(
                     f"step {state.step}: {count} reports in a row have no label: {NO_LABELS}. Start a new run with "

@@ -25,6 +25,7 @@ from pretraining.checkpoint.manifest import (
     GUARDS_STATE,
     LOSS_STATE,
     METRIC_STATE,
+    REPORTED_LOSS_STATE,
     SCHEDULE_STATE,
     TRACKERS_STATE,
     Stateful,
@@ -246,6 +247,7 @@ def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
         SCHEDULE_STATE: plan.learning_rate,
         EVALUATION_SETS_STATE: plan.evaluation.record,
         REPORT_STATE: context.collector,
+        REPORTED_LOSS_STATE: observer.best_loss,
         TRACKERS_STATE: observer.trackers,
     }
     if evaluator.best is not evaluator.loss:

@@ -32,6 +32,7 @@ _BIN_HEADER_BYTES = 1024
 
 NPY_MAGIC = b"\x93NUMPY"
 
+_WITHOUT = "To read a file without one as one document, append an id that it does not hold (docs/coming-from.md)"
 _TOKENS_AT_ONCE = 1 << 22
 _header_lock = Lock()
 """Python's `ast`, which reads the header, fails at random in several threads at once."""
@@ -45,7 +46,7 @@ class _FlatFormat:
 
     def __init__(self, config: DataConfig) -> None:
         if config.sep is None:
-            raise ConfigError(f"--sep_token is needed: it ends the documents of *{self.suffix} files")
+            raise ConfigError(f"--sep_token is needed: it ends the documents of *{self.suffix} files. {_WITHOUT}")
         self._separator, self._dtype = config.sep, config.token_dtype
 
     def documents(self, path: str) -> DocumentLayout:
@@ -182,5 +183,6 @@ def _documents(content: np.ndarray, offset: int, dtype: np.dtype[Any], separator
     if len(tokens) and lengths[0] == len(tokens):
         problem = width_problem(tokens[: SAMPLE_BYTES // width])
         hint = f". It {problem}" if problem else ""
-        raise DataError(f"its {len(tokens):,} tokens contain no sep_token={separator}: see --sep_token{hint}")
+        problem = f"its {len(tokens):,} tokens contain no sep_token={separator}: see --sep_token"
+        raise DataError(f"{problem}{hint}. {_WITHOUT}")
     return DocumentLayout(offset + begins * width, lengths, width, whole)

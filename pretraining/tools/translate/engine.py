@@ -266,7 +266,10 @@ class Translation:
         """Return a line per key: its value, the settings it became, and the remark."""
         rows = []
         for note in self.notes.values():
-            made = [f"{name}={text}" for name, text in note.settings.items()] + [f"({note.remark})"] * bool(note.remark)
+            won = [name for name in note.settings if note.given.file and name in self.flags]
+            made = [f"{name}={text}" for name, text in note.settings.items() if name not in won]
+            remarks = [note.remark] if note.remark and (made or not won) else []
+            made += [f"({each})" for each in (*remarks, *(f"--{name} wins" for name in won))]
             cells = f"{note.given.key}: {note.given.display}", " ".join(made)
             rows.append(["", *(" ".join(cell.split()) for cell in cells)])
         return format_table(rows)

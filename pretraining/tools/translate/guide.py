@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 from pretraining.durations import parse_number
-from pretraining.files import exists, is_file
+from pretraining.files import exists, is_file, is_folder
 from pretraining.tools.command_settings import PrepareConfig
 from pretraining.tools.translate import deepspeed, rows
 from pretraining.tools.translate.engine import KeyValue, System, Translation
@@ -108,7 +108,7 @@ def _set_model(translation: Translation) -> None:
 def _set_packing(translation: Translation) -> None:
     switch, strategy = "pack_sequences", "packing_strategy"
     if translation.is_on(switch) is False:
-        remark = "attention stays inside a document, without padding; a long document is cut, not truncated"
+        remark = "whole documents side by side, padded at the end, without attention between them; a long one is cut"
         translation.set(switch, remark, packing="best_fit", document_mask="true")
         translation.set(strategy, f"{switch} is false")
     elif switch in translation:
@@ -129,6 +129,13 @@ def _set_dataset(translation: Translation) -> None:
     text, tokenizer = translation.text("dataset_name") or "", translation.flags.get("tokenizer_path")
     flags = {"input_path" if _is_path(text) else "hf_dataset": text, "tokenizer_path": tokenizer}
     flags |= {flag: translation.text(name) for name, flag in _OF_PREPARE.items()}
+    flags["dataset"] = None if PrepareConfig(input_path=(text,)).dataset_name else _dataset_of(text)
+    if _is_path(text):
+        flags["hf_config"], split = None, flags.pop("hf_split")
+        flags["split"] = None if split == PrepareConfig().hf_split or _is_one_file(text) else split
+        translation.skip("files have no configurations", "dataset_config")
+    if _is_one_file(text):
+        translation.skip("a file has no splits: all of it is read", "dataset_split")
     if tokenizer is None:
         flags["vocab_size"] = translation.text("vocab_size")
     words = [f"--{name}={value}" for name, value in flags.items() if value not in (None, vars(PrepareConfig())[name])]
@@ -143,7 +150,7 @@ def _set_validation(translation: Translation) -> None:
     dataset = translation.text("dataset_name") or ""
     if parse_number(text) is not None:
         translation.set(key, held_out_fraction=text)
-    elif Path(dataset).suffix and "*" not in dataset:
+    elif _is_one_file(dataset):
         translation.set(key, "a file has no splits: 1% of its documents", held_out_fraction=0.01)
     elif dataset:
         name = f"{_dataset_of(dataset)}_{text}"
@@ -158,6 +165,10 @@ def _set_validation(translation: Translation) -> None:
 def _is_path(text: str) -> bool:
     """Return whether a dataset's name means files, and not a dataset of the Hub."""
     return text.startswith((".", "/", "~")) or "*" in text or exists(Path(text)) or bool(Path(text).suffix)
+
+
+def _is_one_file(text: str) -> bool:
+    return bool(Path(text).suffix) and "*" not in text and not is_folder(Path(text))
 
 
 def _dataset_of(text: str) -> str:

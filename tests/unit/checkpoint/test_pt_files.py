@@ -65,6 +65,7 @@ def test_the_files_load_safely_and_into_a_model_and_its_optimizer(shape: LlamaSh
         **{"last_epoch": 3, "base_lrs": [3e-4, 3e-4], "_last_lr": [rate] * 2},
     }
     begin = {"epoch": 2, "segment": 1, "segment_start": 8, "segment_end": 12, "best_loss": 2.25}
+    assert iteration["best_loss_name"] == "evaluation_loss"
     assert begin.items() <= iteration.items()
     assert (iteration["step"], iteration["tokens_seen"], iteration["data"]) == (3, 300, data)
 
@@ -80,6 +81,15 @@ def test_the_last_learning_rate_is_left_out_if_a_manifest_cannot_tell_it(change:
         torch.load(tmp_path / "c" / name, weights_only=True) for name in (SCHEDULE_FILE, ITERATION_FILE)
     )
     assert schedule["base_lrs"] == [3e-4, 3e-4] and "_last_lr" not in schedule and iteration["epoch"] == 0
+
+
+@pytest.mark.parametrize(("state", "best"), [({}, 2.5), ({"reported_loss": {"best": 1.5}}, 1.5)])
+def test_the_best_loss_without_evaluations_is_the_lowest_report(tmp_path: Path, state: Any, best: float) -> None:
+    shape = SHAPES["plain"]
+    manifest = manifest_of(shape, evaluation_loss=None, best_evaluation_loss=None, state=state)
+    write_full_form(tmp_path / "c", tensors_of(shape), manifest)
+    iteration = torch.load(tmp_path / "c" / ITERATION_FILE, weights_only=True)
+    assert (iteration["best_loss_name"], iteration["best_loss"]) == ("loss", best)
 
 
 @settings(max_examples=20)

@@ -109,6 +109,7 @@ def test_either_form_resumes_the_other_bit_for_bit(tmp_path: Path, kind: str) ->
     assert losses_of(full) == losses_of(whole) and losses_of(moved) == losses_of(full)[3:]
     iteration: dict[str, Any] = torch.load(checkpoint(full, 4) / "iter_state_dict.pt", weights_only=True)
     assert (iteration["segment"], iteration["segment_start"], iteration["segment_end"]) == (0, 0, 8)  # samples
+    assert (iteration["best_loss_name"], iteration["best_loss"]) == ("loss", min(losses_of(full)))  # of all starts
 
 
 def test_a_llama_of_another_kind_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from golden.make_translations import FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.tools.translate.loading import load, read_unchecked
 
+from pretraining.api import Trainer
+from pretraining.cli import main
 from pretraining.config.command_line import assign
 from pretraining.config.fields import settings_of, values_of
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, DataError
 from pretraining.tools.command_settings import TranslateConfig
 from pretraining.tools.translate.command import translate_file
 from pretraining.tools.translate.foreign_files import read_settings
@@ -410,3 +414,72 @@ def test_a_rule_that_settings_of_another_system_break_names_their_file_and_keys(
     with pytest.raises(ConfigError) as error:
         values(str(path))
     assert f"{path}: d_model: 255; {path}: n_heads: 4" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "split", "config", "wanted"),
+    [
+        ("web", "test", "en", "--input_path=web --split=test --output_path=data"),
+        ("web", "train", None, "--input_path=web --output_path=data"),
+        ("web/*.jsonl", "test", None, "'--input_path=web/*.jsonl' --dataset=text --split=test --output_path=data"),
+        ("web/test.jsonl", "test", "en", "--input_path=web/test.jsonl --output_path=data"),
+        ("a/b", "test", "en", "--hf_dataset=a/b --hf_config=en --hf_split=test --output_path=data"),
+    ],
+)
+def test_the_split_of_a_guide_is_the_one_that_its_command_reads(
+    named: str, split: str, config: str | None, wanted: str, tmp_path: Path
+) -> None:
+    with contextlib.chdir(tmp_path):
+        Path("web").mkdir()
+        for name, count in (("train", 3), ("test", 2)):
+            Path(f"web/{name}.jsonl").write_text('{"text": "words"}\n' * count)
+        data = {"dataset_name": named, "dataset_split": split, "dataset_config": config}
+        Path("a.json").write_text(json.dumps({"use_amp": True, "num_epochs": 1, **data}))
+        with pytest.raises(DataError, match=r"there is no data yet in data\. Prepare it, then") as error:
+            Trainer.from_recipe("a.json")
+        command = str(error.value).splitlines()[-1].strip()
+        assert command == f"pretrain prepare {wanted}"
+        if not named.startswith("a/"):
+            main([*shlex.split(command)[1:], "--vocab_size=257"])
+            (prepared,) = Path("data").glob("*/prepare.json")
+            assert json.loads(prepared.read_text())["documents"] == (2 if split == "test" else 3)
+
+
+def test_a_flag_that_wins_over_a_file_leaves_its_value_out_of_the_table(tmp_path: Path) -> None:
+    Path(tmp_path / "a.yaml").write_text(
+        "dist: {dtype: float32}\ndataset: {path_train: /data/train.csv, batch_size: 2}\n"
+        "lr_scheduler: {total_iterations: 10}\n"
+    )
+    output, typed = tmp_path / "b.yaml", assign({"data_path": "mine", "batch_size": "4", "schedule": "linear"})
+    translate_file(TranslateConfig(str(tmp_path / "a.yaml"), output_path=str(output)), typed)
+    lines = {" ".join(line.split()) for line in output.read_text().splitlines()}
+    assert "# dataset.path_train: /data/train.csv (--data_path wins)" in lines
+    assert "# dataset.batch_size: 2 (--batch_size wins)" in lines
+    assert "# lr_scheduler.total_iterations: 10 num_steps=10 min_lr_ratio=0 (--schedule wins)" in lines
+
+
+def test_documents_that_are_not_packed_there_are_padded_here(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"use_amp": true, "num_epochs": 1, "pack_sequences": false}')
+    translate_file(TranslateConfig(str(tmp_path / "a.json"), output_path=str(tmp_path / "b.yaml")))
+    assert "(whole documents side by side, padded at the end, without" in (tmp_path / "b.yaml").read_text()
+
+
+def test_characters_without_a_separator_are_one_document_after_the_way_on_of_the_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.chdir(tmp_path):
+        Path("data/x").mkdir(parents=True)
+        for name in ("train", "val"):
+            (np.arange(2000) % 65).astype(np.uint16).tofile(f"data/x/{name}.bin")
+        Path("a.py").write_text("dataset = 'x'\nvocab_size = 65\nn_embd = 32\nn_layer = 1\nn_head = 2\n")
+        flags = ["train", "a.py", "block_size=16", "batch_size=2", "max_tokens=64", "dry_run=true"]
+        for more in ([], ["sep_token=9999", "--vocab_size=10000"], ["sep_token=65", "--vocab_size=66"]):
+            with pytest.raises(SystemExit):
+                main([*flags, *more])
+            way_on = "append an id that it does not hold (docs/coming-from.md)"
+            assert way_on in capsys.readouterr().err
+        for name in ("train", "val"):
+            with Path(f"data/x/{name}.bin").open("ab") as file:
+                np.uint16([65]).tofile(file)
+        main([*flags, "sep_token=65", "--vocab_size=66"])
+        assert "1 dataset, 2,001 tokens" in capsys.readouterr().out
