@@ -86,7 +86,7 @@ def test_a_start_that_is_refused_keeps_the_step_and_the_settings(run: Path, begu
     assert "seed was 2023 and is 7" in str(refusal(run, "seed=7"))
     status = status_of(run)
     assert (status["status"], status["step"], status["started_at_step"]) == ("finished", 4, 0)
-    assert "seed was 2023 and is 7" in status["reason"]
+    assert "seed was 2023 and is 7" in events_of(run)[-1]["reason"]
     assert (run / "config.yaml").read_text() == (begun / "config.yaml").read_text()
 
 
