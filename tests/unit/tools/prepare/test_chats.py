@@ -169,15 +169,14 @@ def test_a_message_whose_content_the_template_does_not_get_is_a_bad_record(tmp_p
 
 def test_a_message_without_content_may_have_what_the_template_reads_of_it(tmp_path: Path) -> None:
     calls = [{"function": {"name": "f", "arguments": {}}}]
-    for number, (template, more) in enumerate(
-        [
-            (LLAMA3_LIKE, {"content": None, "tool_calls": calls}),
-            (LLAMA3_LIKE + REQUIRED, {"tool_calls": calls}),
-            (CHATML, {"content": None, "reasoning": "because"}),
-            ("{% for m in messages %}{{ m.content }}{{ m.get('refusal', '') }}{% endfor %}", {"refusal": "no"}),
-            ("{{ messages | tojson }}", {"value": "all is written"}),
-        ]
-    ):
+    cases: list[tuple[str, dict[str, Any]]] = [
+        (LLAMA3_LIKE, {"content": None, "tool_calls": calls}),
+        (LLAMA3_LIKE + REQUIRED, {"tool_calls": calls}),
+        (CHATML, {"content": None, "reasoning": "because"}),
+        ("{% for m in messages %}{{ m.content }}{{ m.get('refusal', '') }}{% endfor %}", {"refusal": "no"}),
+        ("{{ messages | tojson }}", {"value": "all is written"}),
+    ]
+    for number, (template, more) in enumerate(cases):
         chat = [{"role": "user", "content": "q"}, {"role": "assistant", **more}]
         config = config_for(tmp_path, template, [chat], output_path=str(tmp_path / f"out{number}"))
         if "reasoning" in more:
