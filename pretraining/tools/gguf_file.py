@@ -62,7 +62,7 @@ def check_supported(shape: LlamaShape, tokenizer: Tokenizer | None, config: Mapp
             "of GPT-2 or Llama 3"
         )
     elif normalizer:
-        problem = f"has the normalizer {_describe(normalizer)}, which its files cannot hold"
+        problem = f"has the normalizer {_describe(normalizer)}, which GGUF cannot express"
     elif before in ([], [begin]) and after in ([], [end]):
         return split
     else:

@@ -299,7 +299,7 @@ def test_a_gguf_file_has_the_width_of_heads_that_are_not_the_hidden_width(tmp_pa
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"normalizer": {"type": "NFC"}}, {}, "the tokenizer has the normalizer NFC, which its files cannot hold"),
+    ({"normalizer": {"type": "NFC"}}, {}, "the tokenizer has the normalizer NFC, which GGUF cannot express"),
     (split_by(NEAR), {}, "splits text by Split pattern=(?i:'s|'t|"),
     (split_by(LLAMA3, add_prefix_space=True), {}, "ByteLevel add_prefix_space=True use_regex=False; supported is"),
     (split_by(LLAMA3, use_regex=True), {}, "+ ByteLevel; supported is byte-level BPE"),

@@ -480,6 +480,6 @@ def test_characters_without_a_separator_are_one_document_after_the_way_on_of_the
             assert way_on in capsys.readouterr().err
         for name in ("train", "val"):
             with Path(f"data/x/{name}.bin").open("ab") as file:
-                np.uint16([65]).tofile(file)
+                np.array([65], np.uint16).tofile(file)
         main([*flags, "sep_token=65", "--vocab_size=66"])
         assert "1 dataset, 2,001 tokens" in capsys.readouterr().out
