@@ -73,6 +73,21 @@ def write_tasks(folder: Path, **changes: Any) -> list[str]:
     return ["eval_tasks=small_choice,small_likelihood,small_text", f"eval_tasks_path={folder}"]
 
 
+def write_task(folder: Path, name: str, documents: list[dict[str, Any]], text: str = "", **own: Any) -> None:
+    """Write one more task, whose questions are a validation set unless its entries say otherwise.
+
+    Args:
+        text: lines of YAML for what JSON cannot say.
+    """
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in documents))
+    split = "test" if "test_split" in own else "validation"
+    task = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {split: str(data)}}}
+    task |= {"doc_to_text": "{{q}}", f"{split}_split": split, "metadata": {"version": 1.0}, **own}
+    lines = [f"{key}: {json.dumps(value)}" for key, value in task.items()]
+    (folder / f"{name}.yaml").write_text("\n".join([*lines, text, ""]))
+
+
 def write_tokenizer(folder: Path, *, begins: bool = True) -> None:
     """Write a tokenizer that puts <|bos|> before each text, or one without such a token."""
     folder.mkdir(parents=True, exist_ok=True)

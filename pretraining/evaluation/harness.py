@@ -293,10 +293,8 @@ class _Model(LM):  # type: ignore[misc]  # lm-eval has no types for others
                 f"--eval_tasks: a request has {longest} tokens, but the model has a sliding window of {self._window}, "
                 "and here attention covers all tokens: leave the task out, or give fewer --eval_tasks_shots"
             )
-        largest = max(rows, key=lambda row: max(row.tokens))
-        check_prompt(
-            "a request of --eval_tasks", largest.tokens[:-1] or [0], self._tokenizer, self._rows, self._context
-        )
+        largest = max(max(row.tokens) for row in rows)  # the last token is scored, so it needs a row, too
+        check_prompt("a request of --eval_tasks", [largest], self._tokenizer, self._rows, self._context)
         with redirect_stdout(self._stdout):
             return self._score(rows)
 

@@ -34,6 +34,18 @@ def test_problems_and_user_defined_metrics_come_first_and_rates_are_of_all_devic
 
 
 @pytest.mark.parametrize(
+    "name", ["mine", "entropy_of_the_next_token", "a_name_that_fills_half_of_a_terminal_with_words"]
+)
+def test_the_learning_rate_stays_in_the_line_whatever_else_is_in_it(name: str) -> None:
+    for width in (80, 66, 37):
+        for change in ({}, {"mfu": None}, {"skipped_updates": 2, "z_loss": 0.1}):
+            line = summary(REPORT | change | {f"custom/{name}": 0.25}, width, devices=8)
+            assert line.startswith("loss 3.2500  ") and line.endswith("  lr 3.0e-04") and len(line) <= width
+    line = summary(REPORT | {"custom/mine": 0.25}, 69, devices=8)
+    assert line == "loss 3.2500  mine 0.25  98,765 tok/s  grad 0.500  lr 3.0e-04"  # no MFU, no time left
+
+
+@pytest.mark.parametrize(
     "custom", [{}, {"custom/mine": 0.25}, {"custom/a_name_that_fills_half_of_a_terminal_with_words": 1.0}]
 )
 def test_a_line_fits_80_columns(custom: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,7 @@ def test_a_run_stops_early_with_a_message_and_resumes_with_a_larger_limit(data: 
 @pytest.mark.parametrize(
     ("more", "kind", "words"),
     [
-        (["best_by=boks"], ConfigError, "--best_by=boks"),
+        (["best_by=boks"], ConfigError, "--best_by=boks is none of what evaluations find: first, second, books"),
         (["best_by=first", "eval_batches=1", "global_batch_size=1"], ConfigError, "--eval_batches"),
         (["eval_datasets=none/there"], DataError, "--eval_datasets"),
         (["eval_only=true", "ckpt_save_path=nothing/here"], CheckpointError, "--ckpt_load_path"),

@@ -229,6 +229,61 @@ def test_a_run_that_stops_early_is_evaluated_on_tasks_at_its_end(root: Path, tmp
     assert status_of(tmp_path)["step"] == 4 and [step for step, _ in task_lines(tmp_path)] == [4]
 
 
+def test_a_run_that_a_task_stops_is_evaluated_on_its_sets_at_its_end(root: Path, tmp_path: Path) -> None:
+    given = [*with_sets(root), "best_by=small_choice/acc", "early_stopping_evaluations=1", "learning_rate=0"]
+    start(tmp_path, root, *given, "num_steps=9", "eval_interval=0")
+    assert status_of(tmp_path)["step"] == 4 and [step for step, _ in task_lines(tmp_path)] == [2, 4]
+    assert [line["step"] for line in metrics_of(tmp_path, "evaluation_loss")] == [4]
+    assert find_newest(tmp_path).manifest.evaluation_of_step is not None
+
+
+def test_a_stop_before_the_sets_of_the_end_leaves_them_pending_and_each_is_in_the_metrics_once(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*with_sets(root), "best_by=small_choice/acc", "early_stopping_evaluations=1", "learning_rate=0"]
+    given += ["num_steps=9", "eval_interval=0"]
+    evaluate = Evaluator._evaluate_sets
+
+    def interrupt(evaluator: Evaluator, state: Any) -> bool:
+        if evaluator.pending:
+            state.request_stop(signal.SIGTERM)  # agreed between the tasks and the sets
+        return evaluate(evaluator, state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluator, "_evaluate_sets", interrupt)
+        error_of(lambda: start(tmp_path, root, *given))
+    print("AAA", task_lines(tmp_path), status_of(tmp_path), (tmp_path/"logs/metrics.jsonl").read_text())
+    assert find_newest(tmp_path).manifest.pending == ("owed",) and metrics_of(tmp_path, "evaluation_loss") == []
+    start(tmp_path, root, *given)
+    assert [line["step"] for line in metrics_of(tmp_path, "evaluation_loss")] == [4]
+    assert [step for step, _ in task_lines(tmp_path)] == [2, 4] and status_of(tmp_path)["status"] == "finished"
+
+
+EVALUATOR = """
+class Steps:
+    larger_is_better = True
+
+    def __call__(self, model, tokenizer, step):
+        return {"steps": step}
+"""
+
+
+@pytest.mark.parametrize("best_by", ["small_choice/acc_nrom", "small_tag/acc", "small_group/f1"])
+def test_a_metric_that_a_task_does_not_have_is_refused_beside_evaluators_too(
+    best_by: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "probe_of_steps.py").write_text(EVALUATOR)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tasks = "small_tag" if best_by.startswith("small_tag") else "small_group"
+    more = [f"best_by={best_by}", "evaluators=probe_of_steps:Steps", f"eval_tasks={tasks}"]
+    error: PretrainError = error_of(lambda: start(tmp_path / "run", root, *more))
+    assert f"--best_by={best_by} is none of what evaluations find: small_choice/acc, small_choice/acc_norm, " in str(
+        error
+    )
+    assert committed_checkpoints(tmp_path / "run") == []
+
+
 def test_a_set_named_like_a_metric_decides_in_its_place() -> None:
     evaluation = SimpleNamespace(best_by="a/acc")
     opened: Any = SimpleNamespace(config=SimpleNamespace(evaluation=evaluation), tasks=Mock(), evaluators=None)
