@@ -19,9 +19,13 @@ from pretraining.errors import ConfigError, DataError, PretrainError
 pytestmark = pytest.mark.thorough
 
 MODEL = [flag for flag in TINY if not flag.startswith("vocab_size=")]
-TEXT = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+TEXT: dict[str, Any] = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
 CHOICE: dict[str, Any] = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{gold}}"}
-LIKELIHOOD = {"output_type": "loglikelihood", "doc_to_target": "{{a}}", "metric_list": [{"metric": "perplexity"}]}
+LIKELIHOOD: dict[str, Any] = {
+    "output_type": "loglikelihood",
+    "doc_to_target": "{{a}}",
+    "metric_list": [{"metric": "perplexity"}],
+}
 MODULE = """
 import math
 
