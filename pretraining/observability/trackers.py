@@ -287,13 +287,17 @@ def open_metrics(path: Path, restored_step: int, pending: Collection[str] = ()) 
     """Open metrics.jsonl, without damaged lines and the lines that the run will report again.
 
     Args:
-        pending: keys of the evaluations of the restored step that the run repeats; tasks come last.
+        pending: keys of the evaluations of the restored step that the run repeats.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if exists(path):
         notes: list[str] = []
-        last = (restored_step, 0 if PENDING_EVALUATION in pending else 1 if PENDING_TASKS in pending else 2)
-        kept = [report for report in read_lines(path, notes) if (report["step"], number_in_step(report)) <= last]
+        repeated = {(PENDING_EVALUATION, PENDING_TASKS).index(key) + 1 for key in pending}
+        kept = [
+            report
+            for report in read_lines(path, notes)
+            if report["step"] <= restored_step - (number_in_step(report) in repeated)
+        ]
         write_atomic(path, "".join(json.dumps(report) + "\n" for report in kept))
         for note in notes:
             log.warning("%s", note)

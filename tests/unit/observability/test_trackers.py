@@ -32,7 +32,7 @@ from pretraining.observability.trackers import (
     open_metrics,
     open_trackers,
 )
-from pretraining.progress import PENDING_EVALUATION
+from pretraining.progress import PENDING_EVALUATION, PENDING_TASKS
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -73,6 +73,19 @@ def test_a_repeated_evaluation_drops_its_earlier_line(is_pending: bool, kept: li
     first.close()
     open_metrics(tmp_path / METRICS_FILE, 20, [PENDING_EVALUATION] if is_pending else []).close()
     assert [line["step"] for line in lines_of(tmp_path)] == kept
+
+
+@pytest.mark.parametrize("pending", [[], [PENDING_EVALUATION], [PENDING_TASKS], [PENDING_EVALUATION, PENDING_TASKS]])
+def test_sets_may_be_pending_after_the_tasks_of_a_step_and_the_reverse(pending: list[str], tmp_path: Path) -> None:
+    first = metrics_in(tmp_path, 0)
+    for name in ("loss", "evaluation_task/a/acc", "evaluation_loss"):
+        first.log(20, {name: 1.0})
+    first.close()
+    open_metrics(tmp_path / METRICS_FILE, 20, pending).close()
+    kept = {name for line in lines_of(tmp_path) for name in line}
+    assert "loss" in kept
+    assert ("evaluation_loss" in kept) == (PENDING_EVALUATION not in pending)
+    assert ("evaluation_task/a/acc" in kept) == (PENDING_TASKS not in pending)
 
 
 def config_of(run: Path, *trackers: str, tracker_dir: Path | None = None) -> TrainConfig:

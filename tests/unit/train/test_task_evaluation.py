@@ -252,7 +252,6 @@ def test_a_stop_before_the_sets_of_the_end_leaves_them_pending_and_each_is_in_th
     with monkeypatch.context() as patched:
         patched.setattr(Evaluator, "_evaluate_sets", interrupt)
         error_of(lambda: start(tmp_path, root, *given))
-    print("AAA", task_lines(tmp_path), status_of(tmp_path), (tmp_path / "logs/metrics.jsonl").read_text())
     assert find_newest(tmp_path).manifest.pending == ("owed",) and metrics_of(tmp_path, "evaluation_loss") == []
     start(tmp_path, root, *given)
     assert [line["step"] for line in metrics_of(tmp_path, "evaluation_loss")] == [4]
