@@ -30,6 +30,7 @@ from pretraining.checkpoint.start_point import CheckpointRef, find_newest, find_
 from pretraining.cli import main
 from pretraining.config.recipe_files import RUN_CONFIG_FILE, dump_config
 from pretraining.config.training import CheckpointConfig
+from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError
 from pretraining.model.hf import ORIGIN_FILE, parameter_shapes
 from pretraining.optim.schedules import DECAYS
@@ -173,7 +174,9 @@ def test_an_average_names_its_sources_and_facts(root: Path, tmp_path: Path, caps
         (["C2", "other"], "different data"),
         (["C2", "tied"], "holds another model (tie_word_embeddings: True"),
         (["C2", "damaged"], "is damaged: its checksum is"),
-        (["C2", "nowhere"], "nowhere"),
+        (["C2", "tied"], "False in ROOT/run/checkpoints/step_2_ckp). Name checkpoints of one model"),
+        (["C2", "C4", "--weights=1e308,1e308"], "not all 0, and of a finite sum"),
+        (["C2", "nowhere"], "error: --paths=OTHERS/nowhere holds no complete checkpoint"),
     ],
 )
 def test_what_cannot_be_averaged_is_refused(
@@ -193,5 +196,32 @@ def test_what_cannot_be_averaged_is_refused(
                 flip_byte(next(flaw.glob("*.safetensors")))
     with pytest.raises(SystemExit) as stopped:
         run_average(*(names.get(word, word) for word in words), f"--output_path={tmp_path / 'out'}")
+    message = message.replace("ROOT", str(root)).replace("OTHERS", f"{run}/checkpoints")
     assert stopped.value.code == 1 and message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_with_other_evaluation_sets_and_weights_are_averaged_and_the_newest_record_stays(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run", 2, state={})
+    write_checkpoint(tmp_path / "run", 4)
+    weighed = {EVALUATION_SETS_STATE: {"sequences": 16, "weights": {"a": 3, "b": 1}}}
+    write_checkpoint(tmp_path / "run", 6, state=weighed)
+    path = run_average(tmp_path / "run", "--last=3", f"--output_path={tmp_path / 'out'}")
+    assert_average(path, {2: 1 / 3, 4: 1 / 3, 6: 1 / 3})
+    record = recorded_evaluation(find_newest(path).manifest)
+    assert (record.sequences, record.weights) == (16, {"a": 3, "b": 1})
+
+
+def test_checkpoints_of_two_tokenizers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = []
+    for step, (name, text) in enumerate((("one", "the cat sat "), ("other", "a dog ran "), ("again", "the cat sat "))):
+        (tmp_path / name).mkdir()
+        train_tokenizer([text * 9] * 9, 264).save(tmp_path / name)
+        config = dump_config(config_of(SHAPE, sep_token="0", tokenizer_path=str(tmp_path / name)))
+        paths.append(write_checkpoint(tmp_path / f"run_{name}", step, config=config))
+    run_average(paths[0], paths[2], f"--output_path={tmp_path / 'alike'}")
+    with pytest.raises(SystemExit):
+        run_average(*paths[:2], f"--output_path={tmp_path / 'out'}")
+    error = capsys.readouterr().err
+    assert f"{paths[1]}: and {paths[0]} have different tokenizers: " in error and "of one tokenizer" in error
     assert not (tmp_path / "out").exists()
