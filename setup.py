@@ -19,6 +19,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
+    package_dir={"": "."},  # an editable install then wins over a clone's folder of this name, a namespace package
     packages=find_packages(include=["pretraining", "pretraining.*"]),
     package_data={"pretraining": ["py.typed", "config/recipes/*.yaml"]},
     install_requires=[

@@ -1,4 +1,4 @@
-"""The wheel alone, outside of the checkout: it prepares the demo's text and trains on it."""
+"""The wheel alone, outside of the checkout: it prepares the demo's text and trains on it. And an editable install."""
 
 from __future__ import annotations
 
@@ -34,6 +34,25 @@ def installed(tmp_path: Path) -> Path:
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     shutil.rmtree(source)
     return environment / "bin"
+
+
+def test_an_editable_install_of_a_clone_called_pretraining_wins_over_the_clones_folder(tmp_path: Path) -> None:
+    clone, above = tmp_path / "pretraining", tmp_path / "environment"
+    shutil.copytree(ROOT / "pretraining", clone / "pretraining", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, clone / name)
+    run_command([sys.executable, "-m", "venv", "--without-pip", above])
+    python = above / "bin" / "python"
+    libraries = Path(sysconfig.get_path("purelib", vars={"base": str(above)})) / "libraries.pth"
+    libraries.write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    run_command([*pip, "install", "--no-deps", "--no-build-isolation", "--editable", clone], NOT_THE_CHECKOUT)
+    (tmp_path / "script.py").write_text("from pretraining import Trainer\nprint(Trainer.__name__)\n")
+    for words in (["script.py"], ["-c", "from pretraining import Trainer; print(Trainer.__name__)"]):
+        assert run_command([python, *words], NOT_THE_CHECKOUT, cwd=tmp_path).stdout == "Trainer\n"
+    assert (
+        "pretrain train" in run_command([python, "-m", "pretraining", "--help"], NOT_THE_CHECKOUT, cwd=tmp_path).stdout
+    )
 
 
 def test_the_wheel_prepares_and_trains_the_demo(installed: Path, tmp_path: Path) -> None:
