@@ -195,34 +195,41 @@ def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: 
     axis = "step" if len(runs) == 1 else "tokens_seen"
     curves = [(run, *curve) for run in runs for curve in _curves(plot, run, axis)]
     rows = -(-len(curves) // 2) if len(curves) > FEW_CURVES else 0  # of a legend below the axes
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "text.parse_math": False}):
+    plain_text = {"svg.fonttype": "none", "text.parse_math": False, "text.usetex": False}
+    with mpl.rc_context({**plain_text, "svg.hashsalt": "report", "font.size": 9}):
         figure = Figure(figsize=(6.0, 3.4 + 0.18 * rows), layout="constrained")
         axes = figure.add_subplot()
-        _draw_curves(axes, curves, runs, colours)
+        labels = _draw_curves(axes, curves, runs, colours)
         for run in runs:
             _mark(axes, run, axis, len(runs) > 1)
         axes.set_title(plot.title)
         axes.set_xlabel("step" if len(runs) == 1 else "tokens")
         axes.set_ylabel(plot.unit)
         axes.grid(alpha=0.25)
-        if rows:
-            figure.legend(loc="outside lower center", ncols=2, fontsize="small", framealpha=0.0)
-        elif len(curves) > 1:
-            axes.legend(fontsize="small", framealpha=0.0)
+        form_of_legend: dict[str, Any] = {"fontsize": "small", "framealpha": 0.0}
+        if len(curves) > 1:
+            outside = {"loc": "outside lower center", "ncols": 2} | form_of_legend
+            legend = figure.legend(**outside) if rows else axes.legend(**form_of_legend)
+            for text, label in zip(legend.get_texts(), labels, strict=True):
+                text.set_text(label)
         content = io.BytesIO()
         metadata = {"Date": None} if form == "svg" else None
         figure.savefig(content, format=form, metadata=metadata, dpi=150)
     return content.getvalue()
 
 
-def _draw_curves(axes: Axes, curves: Sequence[Any], runs: Sequence[RunRecord], colours: dict[str, str]) -> None:
+def _draw_curves(axes: Axes, curves: Sequence[Any], runs: Sequence[RunRecord], colours: dict[str, str]) -> list[str]:
+    """Draw curves, and return their labels; matplotlib's own labels have none that begin with an underscore."""
+    labels = list[str]()
     is_one_per_run = len({name for _, name, _, _ in curves}) == 1
     for run, name, x, y in curves:
         named = run.name if is_one_per_run else f"{run.name}: {_label(name)}"
         label = _label(name) if len(runs) == 1 else named
         colour = colours.setdefault(label, f"C{len(colours) % 10}")
         marker = "." if name.startswith("evaluation_") or len(x) == 1 else None
-        axes.plot(x, y, label=label, color=colour, marker=marker, linewidth=1.0)
+        axes.plot(x, y, label="curve", color=colour, marker=marker, linewidth=1.0)
+        labels.append(label)
+    return labels
 
 
 def _curves(plot: Plot, run: RunRecord, axis: str) -> Iterator[tuple[str, NDArray[Any], NDArray[Any]]]:

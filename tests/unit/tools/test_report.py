@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -130,6 +131,25 @@ def test_a_page_and_a_picture_of_several_runs_have_what_differs(tmp_path: Path) 
     assert ">a: training<" in page and ">b: evaluation<" in page and ">b: restart<" in page and ">tokens<" in page
     assert ">Evaluation loss</text>" in svg and ">training<" not in svg
     assert [svg.count(f">{name}</text>") for name in "ab"] == [1, 1]
+
+
+def test_labels_of_curves_are_the_texts_of_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)  # of a user's matplotlibrc
+    names = ["_a", "$x$", "$\\frac{", "_$", "b"]
+    for count in (5, 9):  # in the plot, and below it
+        names += [f"_{number}" for number in range(count - len(names))]
+        run = write_run(tmp_path / f"_{count}")
+        losses = {f"evaluation_loss/{name}": 3.0 + number for number, name in enumerate(names)}
+        write_lines(
+            run / "logs/metrics.jsonl", [evaluation_report(2, 4.0) | losses, evaluation_report(4, 3.9) | losses]
+        )
+        main(["report", str(run), f"--picture={tmp_path}/picture.svg"])
+        svg = (tmp_path / "picture.svg").read_text()
+        assert [name for name in names if f">{name}</text>" not in svg] == []
+        main(["report", str(run), f"--picture={tmp_path}/picture.png"])
+    runs = [str(write_run(tmp_path / name)) for name in ("_one", "two")]
+    main(["report", *runs, f"--picture={tmp_path}/picture.svg", f"--output_path={tmp_path}/two.html"])
+    assert ">_one</text>" in (tmp_path / "picture.svg").read_text()
 
 
 def test_texts_of_files_are_no_html_and_no_formula(tmp_path: Path) -> None:
