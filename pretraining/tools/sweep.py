@@ -41,14 +41,14 @@ from pretraining.launch.signals import ReceivedSignals, heeded, terminate_with_p
 from pretraining.launch.terminal import ignore_output_errors, print_text
 from pretraining.observability.report_file import number_of, read_lines
 from pretraining.observability.trackers import LOGS, METRICS_FILE
-from pretraining.text import count_of, format_table
+from pretraining.text import count_of, format_table, list_some
 from pretraining.tools.command_settings import SweepConfig, SweepSettings
 from pretraining.tools.translate.translate import translate
 
 log = logging.getLogger(__name__)
 
 ARGUMENTS_FILE, OUTCOME_FILE, OUTPUT_FILE = "arguments.json", "outcome.json", "output.log"
-LONGEST_NAME = 120
+LONGEST_NAME, MOST_NAMED = 120, 8
 POLL_SECONDS = 0.2
 RESULTS = ("status", "step", "tokens_seen", "loss", "evaluation_loss", "tokens_per_second_per_gpu_overall")
 NOT_IN_A_SWEEP = ("ckpt_save_path", "run_steps", "dry_run")
@@ -81,7 +81,7 @@ def sweep(given: Sequence[Assignment]) -> None:
         ConfigError: no setting varies, a setting is wrong, or a folder has a run with other settings.
         Preempted: a signal arrived, and the current run was saved.
         DataError: the sweep's folder cannot be written.
-        CheckpointError: at the end, if some combinations were refused, since another process trains them.
+        CheckpointError: at the end, if a combination has failed, now or earlier, or was not trained.
     """
     settings, combinations = read_sweep(given)
     folder = Path(settings.sweep_path)
@@ -93,25 +93,40 @@ def sweep(given: Sequence[Assignment]) -> None:
                 "--sweep_path or delete the folder"
             )
     ignore_output_errors()
-    refused: list[str] = []
     for number, combination in enumerate(combinations):
         name = combination.name
         ended = read_object(folder / name / OUTCOME_FILE).get("status") is not None
         if settings.only in (None, number) and not ended:
             log.info("%d of %d  %s", number + 1, len(combinations), name)
-            if not _train(combination, folder / name, settings.processes):
-                refused.append(name)
+            _train(combination, folder / name, settings.processes)
             if settings.only is None:  # with --only, other jobs may write it at the same time
                 _write_csv(combinations, folder)
     if settings.only is None:
         _write_csv(combinations, folder)
         for line in summary([row_of(combination, folder) for combination in combinations]):
             print_text(line)
-    if refused:
-        raise CheckpointError(
-            f"{count_of(len(refused), 'combination')} not trained, perhaps since another process does it: repeat the "
-            f"command later. {', '.join(refused)}"
+    chosen = combinations if settings.only is None else [combinations[settings.only]]
+    _check_outcomes([combination.name for combination in chosen], folder)
+
+
+def _check_outcomes(names: Sequence[str], folder: Path) -> None:
+    """Raise a CheckpointError unless all of these combinations have finished."""
+    status_of = {name: read_object(folder / name / OUTCOME_FILE).get("status") for name in names}
+    failed = [name for name, status in status_of.items() if status == "failed"]
+    missing = [name for name, status in status_of.items() if status not in ("finished", "failed")]
+    problems = []
+    if failed:
+        listed = list_some(failed, MOST_NAMED)
+        remedy = "To train one again, remove its folder, and repeat the command"
+        problems.append(f"{len(failed)} of {count_of(len(names), 'combination')} failed: {listed}. {remedy}")
+    if missing:
+        listed = list_some(missing, MOST_NAMED)
+        problems.append(
+            f"{count_of(len(missing), 'combination')} not trained, perhaps since another process does it: repeat the "
+            f"command later. {listed}"
         )
+    if problems:
+        raise CheckpointError("; ".join(problems))
 
 
 def read_sweep(given: Sequence[Assignment]) -> tuple[SweepSettings, list[Combination]]:
@@ -165,11 +180,8 @@ def _values_of(given: Assignment) -> tuple[str, list[str]]:
     return name, [value for value in values if value] or [raw]
 
 
-def _train(combination: Combination, run: Path, processes: int) -> bool:
+def _train(combination: Combination, run: Path, processes: int) -> None:
     """Train a combination in a separate process, and write its outcome unless it was killed.
-
-    Returns:
-        Whether the run had its folder for itself.
 
     Raises:
         Preempted: a signal arrived and was forwarded.
@@ -193,10 +205,9 @@ def _train(combination: Combination, run: Path, processes: int) -> bool:
         reason = _last_error((run / OUTPUT_FILE).read_bytes()[printed:]) if status != "finished" else ""
         if status == "killed":
             log.warning("%s was killed (exit code %d): repeat the command. %s", combination.name, code, reason)
-            return code != 1
+            return
         outcome = {"status": status, "seconds": round(time.monotonic() - begun, 1), "reason": reason}
         write_atomic(run / OUTCOME_FILE, json.dumps(outcome, indent=1) + "\n")
-    return True
 
 
 def _run(command: Sequence[str], output: IO[bytes], received: ReceivedSignals) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 from unit.tools.test_report import TINY as TINY_RUN
+from unit.train.whole_runs import error_of
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.cli import main
@@ -79,7 +80,8 @@ def test_a_failed_run_is_a_row_and_only_unfinished_runs_are_trained(
 ) -> None:
     folder = tmp_path / "sweep"
     command = ["sweep", *TINY, "max_skipped_steps=1", "learning_rate=1e-2,1e38", f"sweep_path={folder}"]
-    main(command)
+    failed = "1 of 2 combinations failed: learning_rate=1e38"
+    assert failed in str(error_of(lambda: main(command)))
     good, bad = rows_of(folder)
     assert (good["status"], good["step"], good["reason"]) == ("finished", "4", "")
     assert float(good["loss"]) > 0 and float(good["seconds"]) > 0
@@ -94,17 +96,17 @@ def test_a_failed_run_is_a_row_and_only_unfinished_runs_are_trained(
 
     trained: list[str] = []
 
-    def train(combination: sweep.Combination, run: Path, processes: int) -> bool:
+    def train(combination: sweep.Combination, run: Path, processes: int) -> None:
         trained.append(combination.name)
-        return True
 
     monkeypatch.setattr(sweep, "_train", train)
     (folder / "sweep.csv").unlink()
-    main([*command, "only=1"])
+    assert "1 of 1 combination failed" in str(error_of(lambda: main([*command, "only=1"])))
     assert trained == [] and not (folder / "sweep.csv").exists()  # jobs of an array do not write over each other
+    assert failed in str(error_of(lambda: main(command)))  # nothing is trained, and it has failed still
     (folder / "learning_rate=1e38" / "outcome.json").unlink()
     main([*command, "only=0"])
-    main(command)
+    assert "1 combination not trained" in str(error_of(lambda: main(command)))
     assert trained == ["learning_rate=1e38"] and len(rows_of(folder)) == 2
 
 
@@ -137,10 +139,13 @@ def test_the_outcome_of_a_run_decides_whether_it_is_restarted(
     outcome.parent.mkdir()
     outcome.write_text("{}")  # without a status: the run is started again
     (outcome.parent / "arguments.json").write_text('{"arguments": null}')
-    for text, expected in (("kill -9 $$", None), ("echo error: out of luck; exit 1", "out of luck")):
+    for text, expected, last in (
+        ("kill -9 $$", None, "1 combination not trained"),
+        ("echo error: out of luck; exit 1", "out of luck", "1 of 1 combination failed: seed=1"),
+    ):
         program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)
-        main(command)
+        assert last in str(error_of(lambda: main(command)))
         assert json.loads(outcome.read_text()).get("reason") == expected
     assert "was killed (exit code -9)" in capsys.readouterr().err
 
