@@ -84,6 +84,7 @@ class MLflow:
         self._client = MlflowClient(tracking_uri=self._server or f"sqlite:///{self._folder / DATABASE}")
         self.run_id = run.run_id or os.environ.get("MLFLOW_RUN_ID") or None
         self._is_open = False
+        self._left_out: set[str] = set()
         try:
             self._open_run()
         except Exception as error:  # unless it is final, the first report tries again and warns
@@ -102,7 +103,30 @@ class MLflow:
             self._open_run()
             named = zip(allowed_names(known), known.values(), strict=True)
             metrics = [self._entities.Metric(name, value, now, step) for name, value in named]
+            self._send([metric for metric in metrics if metric.key not in self._left_out])
+
+    def _send(self, metrics: list[Any]) -> None:
+        """Send metrics; leave those out from now on that MLflow does not take while it takes others.
+
+        A store of files takes no `loss/web` after `loss`, and would hold back all later reports.
+        """
+        try:
             self._client.log_batch(self.run_id, metrics=metrics)
+        except self._error as error:
+            if error.error_code == REFUSED:
+                raise
+            self._client.get_run(self.run_id)  # fails if the service is away
+            failed: dict[str, str] = {}
+            for metric in metrics:
+                try:
+                    self._client.log_batch(self.run_id, metrics=[metric])
+                except self._error as reason:
+                    failed[metric.key] = describe_failure(reason)
+            if len(failed) == len(metrics):
+                raise
+            self._left_out |= failed.keys()
+            for name, reason in failed.items():
+                log.warning("--tracker=mlflow leaves out %s: %s", name, reason)
 
     def close(self) -> None:
         """Finish the run, as failed if an exception is being handled."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import socket
 import time
 from io import BytesIO
-from itertools import count
+from pathlib import Path
 from typing import Any
 
 from pretraining.config.recipe_files import dump_config
-from pretraining.files import exists
 from pretraining.observability.report_file import RecordFile
 from pretraining.observability.trackers import TrackedRun, plain_settings
 
@@ -27,10 +28,12 @@ class TensorBoard(RecordFile):
         from torch.utils.tensorboard.summary import hparams, text
 
         self._event, self._summary = Event, Summary
-        run.folder.mkdir(parents=True, exist_ok=True)
+        identity = run.identity or secrets.token_hex(8)
+        folder = _folder_of(run, identity)
+        folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        paths = (run.folder / f"{name}.{number}" for number in count())
-        super().__init__(next(path for path in paths if not exists(path)))
+        number = len(list(folder.glob(f"{name}.*")))  # of the starts of this process in this second
+        super().__init__(folder / f"{name}.{number}.{identity}")
         self._add(file_version="brain.Event:2")
         if run.restored_step:  # makes TensorBoard hide an earlier process's later steps
             self._add(step=run.restored_step + 1, session_log=SessionLog(status=SessionLog.START))
@@ -51,3 +54,16 @@ class TensorBoard(RecordFile):
         record = BytesIO()
         RecordWriter(record).write(self._event(wall_time=time.time(), **fields).SerializeToString())
         self.append(record.getvalue())
+
+
+def _folder_of(run: TrackedRun, identity: str) -> Path:
+    """Return the folder of a run's event files: its logs or, in a `tracker_dir`, one with the run's name.
+
+    Runs may share a `tracker_dir`, and TensorBoard draws the files of one folder as one run. The names of event files
+    end with the id of their run.
+    """
+    if run.config.report.tracker_dir is None:
+        return run.folder
+    folder = run.folder / re.sub(r"^\.+$|/", "_", run.name)
+    is_of_another = any(not path.name.endswith(identity) for path in folder.glob("*tfevents*"))
+    return folder.with_name(f"{folder.name}-{identity}") if is_of_another else folder

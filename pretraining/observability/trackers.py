@@ -63,6 +63,7 @@ class TrackedRun:
         run_id: `--tracker_run_id`, or the tracker's `run_id` at the last start; None for a new run.
         given: `name` and `project` if a flag gives them, else the tracker's `places` at the last start. A service's own
             environment and settings come before the defaults of this class.
+        identity: id of the run in run_status.json; empty if it saves nothing.
     """
 
     config: TrainConfig
@@ -72,6 +73,7 @@ class TrackedRun:
     run_id: str | None = None
     project: str = DEFAULT_PROJECT
     given: Mapping[str, str] = field(default_factory=dict)
+    identity: str = ""
 
     @property
     def is_resumed(self) -> bool:
@@ -196,13 +198,18 @@ class Trackers:
 
 
 def open_trackers(
-    config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any], pending: Collection[str] = ()
+    config: TrainConfig,
+    restored_step: int,
+    run_ids: Mapping[str, Any],
+    pending: Collection[str] = (),
+    identity: str = "",
 ) -> Trackers:
     """Open metrics.jsonl in the run's folder, if there is one, and start the trackers of the settings.
 
     Args:
         run_ids: `Trackers.state_dict` of the restored checkpoint.
         pending: keys of the evaluations that the run repeats (`Manifest.pending`).
+        identity: as in `TrackedRun`.
 
     Raises:
         ConfigError: a file is not writable, or a tracker or its package is missing.
@@ -218,6 +225,7 @@ def open_trackers(
         name=report.tracker_run_name or run.name or run.resolve().name,
         folder=folder,
         restored_step=restored_step,
+        identity=identity,
     )
     trackers = Trackers(ids={name: run_id for name, run_id in run_ids.items() if isinstance(run_id, str)})
     try:

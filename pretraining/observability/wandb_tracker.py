@@ -20,6 +20,7 @@ import secrets
 import sys
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pretraining.errors import ConfigError
@@ -52,7 +53,9 @@ class Wandb:
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # here: the import takes a second
 
-        run.folder.mkdir(parents=True, exist_ok=True)
+        own_folder = os.environ.get("WANDB_DIR") if run.config.report.tracker_dir is None else None
+        folder = Path(own_folder or run.folder)
+        folder.mkdir(parents=True, exist_ok=True)
         package: Any = wandb  # mypy gives the same result without the package
         own = _own_settings(package)
         self.run_id = run.run_id or own.get("run_id") or secrets.token_hex(8)
@@ -62,7 +65,7 @@ class Wandb:
             package.init,
             **_names(run, own, self.run_id),
             reinit="create_new",
-            dir=str(run.folder),
+            dir=str(folder),
             config=plain_settings(run.config),
             allow_val_change=True,  # a resumed run may have other settings
             settings=package.Settings(
@@ -85,8 +88,8 @@ class Wandb:
                 raise
             except Exception as error:
                 raise ConnectionError(describe_failure(error)) from error
-            why, folder = describe_failure(reason), run.folder / "wandb"
-            log.warning("--tracker=wandb: offline (%s). `wandb sync` sends the run from %s", why, folder)
+            why, place = describe_failure(reason), folder / "wandb"
+            log.warning("--tracker=wandb: offline (%s). `wandb sync` sends the run from %s", why, place)
         places = {name: getattr(self._run, name, None) for name in ("project", "entity")}
         self.places = {name: text for name, text in places.items() if isinstance(text, str) and text}
         self._run.define_metric("step")

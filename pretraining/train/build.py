@@ -230,7 +230,7 @@ def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
     stopwatch, host_sync, events = Stopwatch(), HostSync(), job.status.events
     stopwatch.add_listener(processes.activity.turn_to)
-    observer = _build_observer(plan, context, stopwatch, events)
+    observer = _build_observer(plan, context, stopwatch, job.status)
 
     def should_stop() -> bool:
         state.request_stop(host_sync.exchange(stopwatch.elapsed, job.requests.pending()).stop)
@@ -310,14 +310,14 @@ def _build_context(
     )
 
 
-def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, events: Events) -> Observer:
+def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, status: RunStatusWriter) -> Observer:
     # A resumed run keeps its tracker ids. A run that starts from another run's checkpoint gets new ones.
     own = plan.restored.manifest if plan.restored is not None and plan.restored.is_own else None
     run_ids, pending = (own.state.get(TRACKERS_STATE, {}), own.pending) if own else ({}, ())
     config, processes, state = plan.config, plan.processes, plan.state
 
     def open_all() -> Trackers:
-        return open_trackers(config, state.step, run_ids, pending)
+        return open_trackers(config, state.step, run_ids, pending, status.run_id)
 
     display, shows_step_time = Display(), config.data.use_dummy_dataset
     if processes.is_main:
@@ -329,7 +329,7 @@ def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, even
         display=display,
         stragglers=StragglerWatch(config.guard.straggler_factor, processes.activity),
         trackers=on_every_rank(lambda: open_all() if processes.is_main else Trackers()),
-        events=events,
+        events=status.events,
         last_loss=None if plan.restored is None else plan.restored.manifest.loss,
         norms=context.norms,
     )

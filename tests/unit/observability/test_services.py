@@ -37,12 +37,16 @@ class FakeStore:
 
     Attributes:
         away: number of next calls that fail, with this code.
+        refused: names of metrics that the store does not take.
+        full: number of next batches of metrics for which it has no space.
         runs: status by id.
     """
 
     away: int = 0
     code: str = "TEMPORARILY_UNAVAILABLE"
     deleted: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    full: int = 0
     experiment_of: dict[str, str] = field(default_factory=dict)
     uris: list[str] = field(default_factory=list)
     experiments: dict[str, str | None] = field(default_factory=dict)
@@ -86,9 +90,17 @@ class FakeStore:
         assert run_id in self.runs
         if any(each.value == 1e300 for each in metrics):
             raise FakeError("a value that is too large", "INVALID_PARAMETER_VALUE")
+        if metrics and self.full:
+            self.full -= 1
+            raise FakeError("No space left on device", "INTERNAL_ERROR")
+        if any(each.name in self.refused for each in metrics):
+            raise FakeError("Not a directory", "INTERNAL_ERROR")
         self.parameters.update({each.name: each.value for each in params})
         if metrics:
             self.metrics.append((metrics[0].step, {each.name: each.value for each in metrics}))
+
+    def get_run(self, run_id: str) -> None:
+        self.check()
 
     def set_terminated(self, run_id: str, status: str) -> None:
         self.check()
@@ -101,7 +113,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     fake = MagicMock(__spec__=ModuleSpec("wandb", None, origin="a stand-in"))
     fake.errors.UsageError = KeyError
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_CONSOLE"):
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_CONSOLE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
 
     def setup() -> SimpleNamespace:
@@ -285,6 +297,42 @@ def test_a_report_that_mlflow_refuses_is_lost(
     sent = {name for at, batch in store.metrics if at == 3 for name in batch}
     assert sent == {"loss", "custom/huge"}
     assert caplog.messages[0].startswith("--tracker=mlflow cannot be written") and "lacks 2" in caplog.messages[-1]
+
+
+def test_a_metric_that_mlflow_never_takes_is_left_out_with_a_line_and_holds_back_nothing(
+    tmp_path: Path, store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.refused = ("loss/web",)
+    trackers = opened("mlflow", tmp_path)
+    for step in (1, 2, 3):
+        trackers.log(step, {"loss": 2.0, "loss/web": 3.0, "learning_rate": 1.0})
+    trackers.close()
+    sent = {(step, name) for step, batch in store.metrics for name in batch}
+    assert sent == {(step, name) for step in (1, 2, 3) for name in ("loss", "learning_rate")}
+    assert caplog.messages == ["--tracker=mlflow leaves out loss/web: FakeError: Not a directory"]
+
+
+def test_no_metric_is_left_out_while_mlflow_takes_none(
+    tmp_path: Path, store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = opened("mlflow", tmp_path)
+    store.full = 3  # for one report, and its two metrics
+    for step in (1, 2):
+        trackers.log(step, {"loss": 2.0, "mfu": 0.5})
+    trackers.close()
+    assert [step for step, _ in store.metrics] == [1, 2] and "leaves out" not in caplog.text
+
+
+def test_wandb_dir_decides_where_no_flag_does(
+    tmp_path: Path, wandb: MagicMock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "theirs"))
+    wandb.init.side_effect = [TimeoutError("away"), MagicMock()]
+    opened("wandb", tmp_path / "run").close()
+    assert wandb.init.call_args.kwargs["dir"] == f"{tmp_path}/theirs" and f"{tmp_path}/theirs/wandb" in caplog.text
+    wandb.init.side_effect = None
+    opened("wandb", tmp_path / "run", dir=str(tmp_path / "flag")).close()
+    assert wandb.init.call_args.kwargs["dir"] == f"{tmp_path}/flag"
 
 
 def test_an_error_in_training_fails_the_run_of_a_service(tmp_path: Path, store: FakeStore, wandb: MagicMock) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -328,6 +329,25 @@ def test_tensorboard_gets_numbers_and_settings_and_shows_a_repeated_step_once(tm
     hparams = HParamsPluginData.FromString(content).session_start_info.hparams
     assert hparams["seq_length"].number_value == TrainConfig().data.seq_length
     assert hparams["use_dummy_dataset"].string_value == "false" and hparams["tracker_dir"].string_value == "none"
+
+
+def curves_in(folder: Path, name: str, run: Path, identity: str, **report: str) -> None:
+    """Report once from a start of a run whose trackers write into a folder."""
+    config = config_of(run, "tensorboard", tracker_dir=folder)
+    config = replace(config, report=replace(config.report, tracker_run_name=name or None))
+    trackers = open_trackers(config, 0, {}, identity=identity)
+    trackers.log(1, {"loss": 1.0})
+    trackers.close()
+
+
+def test_each_run_has_its_own_curves_in_a_shared_folder(tmp_path: Path) -> None:
+    shared = tmp_path / "curves"
+    starts = [("", "x/a", "1"), ("", "x/b", "2"), ("", "y/a", "3"), ("", "x/a", "1"), ("", "y/a", "3")]
+    for name, run, identity in [*starts, ("..", "x/c", "4"), ("lr/3e-4", "x/d", "5")]:
+        curves_in(shared, name, tmp_path / run, identity)
+    files = {folder.name: len(list(folder.iterdir())) for folder in shared.iterdir()}
+    assert files == {"a": 2, "a-3": 2, "b": 1, "_": 1, "lr_3e-4": 1}
+    assert scalars_of(shared / "b", "loss") == [(1, 1.0)]
 
 
 # Settings
