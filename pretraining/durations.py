@@ -33,6 +33,14 @@ _WRITTEN_UNITS = {
     "%": (PERCENT, 1),
 }
 
+_FORMS = {
+    "steps": "1000 (steps)",
+    "tokens": "5_000_000tok or 5Btok (k, M, B, T multiply)",
+    "epochs": "2ep (epochs)",
+    "seconds": "90s, 30min, 2h or 23h30min",
+}
+"""Examples for errors, by unit."""
+
 # More than any run needs; a slip such as 1e999999999 would fill the memory.
 LARGEST_AMOUNT = 10**18
 NUMBER = r"[+-]?(?:\d[\d_]{0,99}(?:\.[\d_]{0,99})?|\.\d[\d_]{0,99})(?:[eE][+-]?\d{1,3})?"
@@ -72,8 +80,11 @@ class Duration:
             object.__setattr__(self, "amount", int(self.amount))
 
     @classmethod
-    def parse(cls, text: str | int) -> Duration:
+    def parse(cls, text: str | int, units: Iterable[str] = UNITS) -> Duration:
         """Parse a duration: 1000 (steps), 5_000_000tok, 5Btok, 2ep, 90s, 30min, 2h, 23h30min or 23:30:00.
+
+        Args:
+            units: those that the error names.
 
         Raises:
             ConfigError: the text has none of these forms.
@@ -83,13 +94,11 @@ class Duration:
             days, hours, minutes, seconds = (int(group or 0) for group in clock.groups())
             return cls(((days * 24 + hours) * 60 + minutes) * 60 + seconds, "seconds")
         parts = [_read_amount(number, "".join(unit.split())) for number, unit in _AMOUNT.findall(str(text))]
-        exact, units = sum((amount for amount, _ in parts), Fraction(0)), {name for _, name in parts}
-        is_one = len(parts) == 1 or (len(parts) in (2, 3) and units == {"seconds"})
-        if not is_one or None in units or _AMOUNT.sub("", str(text)) or not 0 <= exact <= LARGEST_AMOUNT:
-            raise ConfigError(
-                f"{str(text)!r} is not a duration: write 1000 (steps), 5_000_000tok or 5Btok (k, M, B, T multiply), "
-                "2ep (epochs), 90s, 30min, 2h or 23h30min; at most 10^18"
-            )
+        exact, written = sum((amount for amount, _ in parts), Fraction(0)), {name for _, name in parts}
+        is_one = len(parts) == 1 or (len(parts) in (2, 3) and written == {"seconds"})
+        if not is_one or None in written or _AMOUNT.sub("", str(text)) or not 0 <= exact <= LARGEST_AMOUNT:
+            forms = ", ".join(_FORMS[unit] for unit in units if unit in _FORMS)
+            raise ConfigError(f"{str(text)!r} is not a duration: write {forms}; at most 10^18")
         return cls(int(exact) if exact.denominator == 1 else float(exact), str(parts[0][1]))
 
     def __str__(self) -> str:

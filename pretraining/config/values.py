@@ -194,7 +194,7 @@ def _parse_one(setting: Setting, text: str, is_typed: bool) -> Any:
         return _canonical_choice(setting, text.strip())
     if setting.base is Duration:
         try:
-            return Duration.parse(text)
+            return Duration.parse(text, setting.units)
         except ConfigError as error:
             part = ". A part of the run is written 3%" if PERCENT in setting.units else ""
             raise ValueError(f"{error}{part}") from error

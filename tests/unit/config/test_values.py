@@ -105,6 +105,8 @@ def test_a_text_parses_to_this_value(name: str, raw: Any, value: object) -> None
         ("factor", "0", "it must be above 0"),
         ("on", "maybe", "true or false is needed"),
         ("length", "soon", "'soon' is not a duration"),
+        ("length", "5B", "write 1000 (steps), 5_000_000tok or 5Btok (k, M, B, T multiply); at most 10^18"),
+        ("time", "5B", "write 90s, 30min, 2h or 23h30min; at most 10^18"),
         ("length", "2ep", "epochs are not allowed here, give steps or tokens"),
         *(("part", text, "A part of the run is written 3%") for text in ("0.03", "3e-2", "3percent", "3 pct")),
         ("time", "24:00", "'24:00' is not a duration"),
