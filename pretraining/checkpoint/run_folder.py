@@ -48,6 +48,7 @@ from pretraining.files import (
     is_folder,
     parse_address,
     read_json,
+    read_object,
     real_path,
     reason_of,
     write_atomic,
@@ -368,8 +369,8 @@ def free_path(run: Path, checkpoint: Checkpoint) -> Path:
 def find_run_folder(config: TrainConfig) -> str | None:
     """Return the path of the run's folder: that of an unfinished run with these settings, if it has a {timestamp}.
 
-    A requeued job resumes in the newest such folder. Without one, {timestamp} stays in the path. To resume with other
-    settings, name the folder itself.
+    A requeued job resumes in the newest such folder, else it takes a folder that a refused start has left, else
+    {timestamp} stays in the path. To resume with other settings, name the folder itself.
     """
     pattern = config.checkpoint.ckpt_save_path
     if pattern is None or TIMESTAMP not in pattern:
@@ -379,7 +380,13 @@ def find_run_folder(config: TrainConfig) -> str | None:
         is_finished = bool(readable) and read_document(readable[-1].path).is_of_finished_run
         if _has_settings(folder, config) and not is_finished:
             return str(folder)
-    return pattern
+    return next((str(folder) for folder in folders_of(pattern) if _is_of_refused_start(folder)), pattern)
+
+
+def _is_of_refused_start(folder: Path) -> bool:
+    """Return whether a start has ended in a folder before any settings were accepted there."""
+    has_failed = read_object(folder / STATUS_FILE).get("status") == "failed"
+    return has_failed and not exists(folder / RUN_CONFIG_FILE) and not _folders(folder)
 
 
 def make_run_path(pattern: str | None, now: datetime | None = None) -> str | None:

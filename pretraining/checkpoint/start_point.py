@@ -46,7 +46,7 @@ from pretraining.checkpoint.run_folder import (
 from pretraining.config.recipe_files import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import from_hub, is_address, is_folder, parse_address, real_path
+from pretraining.files import exists, from_hub, is_address, is_folder, parse_address, real_path
 from pretraining.model.hf import MODEL_FILES
 from pretraining.text import count_of, list_some
 
@@ -280,6 +280,8 @@ def find_newest(
     if not paths:
         from pretraining.checkpoint.hf_import import describe_other_weights
 
+        if not exists(source):
+            raise CheckpointError(f"{flag}={source}: there is no such folder")
         raise CheckpointError(
             f"{flag}={source} holds no complete checkpoint: no {MANIFEST}, and none in a folder {CHECKPOINTS}/"
             f"{describe_other_weights(source)}"

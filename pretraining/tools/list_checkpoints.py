@@ -21,7 +21,7 @@ from pretraining.checkpoint.run_folder import (
 )
 from pretraining.checkpoint.start_point import newest_good
 from pretraining.errors import CheckpointError
-from pretraining.files import entries_of, is_address, is_folder
+from pretraining.files import entries_of, exists, is_address, is_folder
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_bytes, format_seconds, format_table
 from pretraining.tools.command_settings import ListConfig
@@ -70,7 +70,8 @@ def list_checkpoints(config: ListConfig) -> None:
         source = Path(config.run_path)
         run = run_of(source)
         if not is_folder(run / CHECKPOINTS):
-            raise CheckpointError(f"--run_path is not a run: it has no folder {CHECKPOINTS}", path=source)
+            reason = f"it has no folder {CHECKPOINTS}" if exists(source) else "there is no such folder"
+            raise CheckpointError(f"--run_path is not a run: {reason}", path=source)
         rows, place = rows_of(run), str(run / CHECKPOINTS)
     if config.json:
         lines = [json.dumps(asdict(row)) for row in rows]

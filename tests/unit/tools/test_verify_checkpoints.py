@@ -26,6 +26,7 @@ from unit.checkpoint.checkpoint_files import (
     write_manifest,
     write_sharded,
 )
+from unit.train.whole_runs import error_of
 
 from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.completeness import coverage_fault
@@ -41,6 +42,7 @@ from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.run_folder import read_document
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.checkpoint.writer import WriteItem, write_chunks
+from pretraining.cli import main
 from pretraining.config.recipe_files import dump_config
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.model.hf import parameter_shapes
@@ -243,6 +245,12 @@ def test_a_run_is_checked_wholly(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(lines(checkpoints / "step_1_ckp", damaged=0)) == len(lines(checkpoints / "step_3_ckp", damaged=1)) == 1
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         verify(VerifyConfig(ckpt_path=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize("command", ["list", "export", "sample", "inspect"])
+def test_a_folder_that_is_not_there_is_named_so(command: str, tmp_path: Path) -> None:
+    words = {"export": [f"{tmp_path}/out"], "sample": ["--prompt=a"], "inspect": ["--step=1"]}.get(command, [])
+    assert "there is no such" in str(error_of(lambda: main([command, f"{tmp_path}/nothing", *words])))
 
 
 def test_a_git_lfs_pointer_in_a_checkpoint_is_named_as_one(folder: Path) -> None:

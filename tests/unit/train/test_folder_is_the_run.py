@@ -300,6 +300,20 @@ def test_a_timestamp_run_is_found_after_a_start_of_its_folder(tmp_path: Path, mo
     assert [folder] == list(tmp_path.glob("try*")) and started_at(folder) == 3
 
 
+def test_refused_starts_leave_one_folder_with_a_timestamp_which_the_run_takes(tmp_path: Path) -> None:
+    pattern, data = tmp_path / "try.{timestamp}", tmp_path / "data"
+    flags = [f"data_path={data}", "sep_token=0", "held_out_fraction=0.0001", "eval_batches=1"]
+    write_dataset(data / "first", documents=40)
+    for _ in range(3):
+        assert "held_out" in str(error_of(lambda: start(pattern, *flags)))
+    [folder] = tmp_path.glob("try*")
+    assert not (folder / "config.yaml").exists()
+    start(pattern, *flags[:2])
+    assert [folder] == list(tmp_path.glob("try*")) and saved(folder) == ["step_4_ckp"]
+    start(pattern, *flags[:2])  # the run is finished: a new one
+    assert len(list(tmp_path.glob("try*"))) == 2
+
+
 def test_a_run_killed_before_its_first_save_begins_where_it_began_unless_something_else_is_typed(
     trained: Path, tmp_path: Path
 ) -> None:
