@@ -125,8 +125,8 @@ class MLflow:
             if len(failed) == len(metrics):
                 raise
             self._left_out |= failed.keys()
-            for name, reason in failed.items():
-                log.warning("--tracker=mlflow leaves out %s: %s", name, reason)
+            for name, failure in failed.items():
+                log.warning("--tracker=mlflow leaves out %s: %s", name, failure)
 
     def close(self) -> None:
         """Finish the run, as failed if an exception is being handled."""

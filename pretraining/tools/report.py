@@ -195,8 +195,8 @@ def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: 
     axis = "step" if len(runs) == 1 else "tokens_seen"
     curves = [(run, *curve) for run in runs for curve in _curves(plot, run, axis)]
     rows = -(-len(curves) // 2) if len(curves) > FEW_CURVES else 0  # of a legend below the axes
-    plain_text = {"svg.fonttype": "none", "text.parse_math": False, "text.usetex": False}
-    with mpl.rc_context({**plain_text, "svg.hashsalt": "report", "font.size": 9}):
+    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}
+    with mpl.rc_context(style | {"text.parse_math": False, "text.usetex": False}):
         figure = Figure(figsize=(6.0, 3.4 + 0.18 * rows), layout="constrained")
         axes = figure.add_subplot()
         labels = _draw_curves(axes, curves, runs, colours)

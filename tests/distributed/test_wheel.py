@@ -45,9 +45,10 @@ def test_an_editable_install_of_a_clone_called_pretraining_wins_over_the_clones_
     python = above / "bin" / "python"
     libraries = Path(sysconfig.get_path("purelib", vars={"base": str(above)})) / "libraries.pth"
     libraries.write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
     run_command([*pip, "install", "--no-deps", "--no-build-isolation", "--editable", clone], NOT_THE_CHECKOUT)
     (tmp_path / "script.py").write_text("from pretraining import Trainer\nprint(Trainer.__name__)\n")
+    words: list[str]
     for words in (["script.py"], ["-c", "from pretraining import Trainer; print(Trainer.__name__)"]):
         assert run_command([python, *words], NOT_THE_CHECKOUT, cwd=tmp_path).stdout == "Trainer\n"
     assert (
