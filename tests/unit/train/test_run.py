@@ -252,7 +252,7 @@ def test_a_refused_start_is_no_run_to_go_on_with(tmp_path: Path) -> None:
     [refused] = (tmp_path / "runs").iterdir()
     assert newest_run_path(pattern) == pattern
     start(tmp_path / "runs" / "{timestamp}", "num_steps=1")
-    assert len(list((tmp_path / "runs").iterdir())) == 2 and newest_run_path(pattern) != str(refused)
+    assert list((tmp_path / "runs").iterdir()) == [refused] and newest_run_path(pattern) == str(refused)
 
 
 def test_the_header_names_the_family_its_switches_and_the_factor_of_muons_updates(
