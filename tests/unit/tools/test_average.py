@@ -176,7 +176,7 @@ def test_an_average_names_its_sources_and_facts(root: Path, tmp_path: Path, caps
         (["C2", "damaged"], "is damaged: its checksum is"),
         (["C2", "tied"], "False in ROOT/run/checkpoints/step_2_ckp). Name checkpoints of one model"),
         (["C2", "C4", "--weights=1e308,1e308"], "not all 0, and of a finite sum"),
-        (["C2", "nowhere"], "error: --paths=OTHERS/nowhere holds no complete checkpoint"),
+        (["C2", "nowhere"], "error: --paths=OTHERS/nowhere: there is no such folder"),
     ],
 )
 def test_what_cannot_be_averaged_is_refused(

@@ -41,7 +41,7 @@ def test_an_explicit_folder_wins_and_trackers_may_have_one_of_their_own(folder: 
     main(["train", *WITHOUT_TRACKER, *DUMMY, "ckpt_save_path=run"])
     assert (folder / "run" / "checkpoints" / "step_8_ckp").is_dir()
     main(["train", *WITHOUT_TRACKER, *DUMMY, "tracker=tensorboard", "tracker_dir=curves"])
-    assert len(list((folder / "curves").glob("events.*"))) == 1
+    assert len(list((folder / "curves").glob("*/events.*"))) == 1
     assert {path.name for path in folder.iterdir()} == {"run", "curves"}
 
 
