@@ -86,14 +86,14 @@ def resolve_batch_sizes(
 
     largest_share = -(-size // data_parallel_ranks)
     fewest = -(-largest_share // batch.batch_size)
-    is_fitting = steps is not None and steps >= fewest and largest_share % steps == 0
-    if steps is None or (not is_fitting and restored_global_batch_size is not None):
-        steps = fewest
-    elif not is_fitting:
-        raise ConfigError(
-            f"global_batch_size={size} over {data_parallel_ranks} data-parallel ranks is {largest_share} sequences per "
-            f"rank. These do not divide into grad_accum_steps={steps} micro-batches of at most "
-            f"batch_size={batch.batch_size}: give a --grad_accum_steps of at least {fewest} that divides "
-            f"{largest_share}, or leave it out"
-        )
+    if steps is not None and (steps < fewest or largest_share % steps):
+        if restored_global_batch_size is None:
+            raise ConfigError(
+                f"global_batch_size={size} over {data_parallel_ranks} data-parallel ranks is {largest_share} sequences "
+                f"per rank. These do not divide into grad_accum_steps={steps} micro-batches of at most "
+                f"batch_size={batch.batch_size}: give a --grad_accum_steps of at least {fewest} that divides "
+                f"{largest_share}, or leave it out"
+            )
+        steps = None
+    steps = fewest if steps is None else steps
     return BatchSizes(size, -(-largest_share // steps), steps, data_parallel_ranks)

@@ -322,7 +322,7 @@ def _scan(folder: Location, suffixes: tuple[str, ...], companions: tuple[str, ..
             for entry in entries:
                 if entry.name.endswith(kept):
                     # Follows links, so that a broken link is an error, not a missing file.
-                    scan.files[prefix + entry.name] = _look_at(Path(entry.path), entry.stat())
+                    scan.files[prefix + entry.name] = _look_at(entry.path, entry.stat())
                 elif entry.name == STATE_FILE:
                     scan.saved.append(prefix.rstrip("/"))
     except OSError as error:
@@ -346,7 +346,7 @@ def _scan_store(folder: StorePath, suffixes: tuple[str, ...]) -> _Scan:
     return scan
 
 
-def _look_at(path: Location, status: os.stat_result) -> _Found:
+def _look_at(path: Location | str, status: os.stat_result) -> _Found:
     if isinstance(path, StorePath):
         return _Found(status.st_size, path.tag(), str(path))
     identity = (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(str(path))  # some have no inodes

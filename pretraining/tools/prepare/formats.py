@@ -199,7 +199,7 @@ def recognise(path: Path, name: str, size: int, *, as_text: bool = False) -> Inp
     if row.read is not None and (compression is None or (row.is_text and inner is None)):
         return InputFile(path, name, size, row.name, compression)
     problem = f"it is {inner or row.name}{f' inside {compression}' if compression else ''}, which is not read"
-    folder = path.with_name(re.sub(r"(?s)(?<=[^.])\..*", "", path.name))
+    folder = path.with_name(f"{path.name.lstrip('.')}-unpacked")
     remedy = (row.remedy or "Unpack it first").format(file=shlex.quote(str(path)), folder=shlex.quote(str(folder)))
     raise DataError(f"{problem}. {remedy}", path=path)
 

@@ -181,3 +181,64 @@ def test_a_saved_dataset_that_is_incomplete_or_a_selection_is_refused(tmp_path: 
     with pytest.raises(DataError, match=message) as raised:
         list_datasets(config(tmp_path))
     assert raised.value.path == tmp_path / "web/state.json"
+
+
+def refusal(root: Path, *names: str, earlier: tuple[str, ...] = ()) -> str:
+    """Return the error with which datasets are refused."""
+    with pytest.raises(DataError) as raised:
+        list_datasets(config(root, datasets=names), earlier)
+    return str(raised.value)
+
+
+def test_row_70_one_set_of_files_under_two_names_is_refused(tmp_path: Path) -> None:
+    for name in ("web/1.arrow", "web/sub/2.arrow", "code/1.arrow", "some/3.arrow", "hard/4.arrow"):
+        put(tmp_path / name, name.encode())
+    (tmp_path / "link").symlink_to("web")
+    os.link(tmp_path / "code/1.arrow", tmp_path / "some/1.arrow")
+    (tmp_path / "one.arrow").symlink_to("code/1.arrow")
+    assert "datasets 'link' and 'web' are the same files" in refusal(tmp_path, "web", "link")
+    assert "datasets 'web' and 'web/sub' share 1 file, such as 2.arrow" in refusal(tmp_path, "web", "web/sub")
+    assert "datasets 'code' and 'some' share 1 file, such as 1.arrow" in refusal(tmp_path, "code", "some")
+    assert "datasets 'code' and 'one.arrow' are the same files" in refusal(tmp_path, "code", "one.arrow")
+    assert "datasets './web' and 'web' are the same files" in refusal(tmp_path, "web", "./web")
+    assert [files.name for files in list_datasets(config(tmp_path, datasets=("web", "code", "hard")))]
+    weightless = config(tmp_path, datasets=("web", "link"), weights=(1.0, 0.0))
+    assert len(list_datasets(weightless)) == 2  # nothing of it is read
+
+
+def test_row_70_a_later_name_of_a_dataset_of_the_run_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path / "web/1.arrow")
+    (tmp_path / "again").symlink_to("web")
+    assert "datasets 'again' and 'web' are the same files" in refusal(tmp_path, "again", earlier=("web",))
+    assert not caplog.messages
+    assert list_datasets(config(tmp_path, datasets=("again",)), ("web", "again"))  # both were trained on already
+    assert ["are the same files" in line for line in caplog.messages] == [True]
+    assert list_datasets(config(tmp_path, datasets=("again",)), ("gone",))
+
+
+def test_the_folder_that_a_file_system_keeps_for_repairs_is_no_dataset(tmp_path: Path) -> None:
+    put(tmp_path / "web/1.arrow")
+    put(tmp_path / "web/lost+found/2.arrow")
+    put(tmp_path / "lost+found/3.arrow")
+    assert [(files.name, files.paths) for files in list_datasets(config(tmp_path))] == [("web", ("1.arrow",))]
+
+
+@pytest.mark.parametrize("place", ["", "web"])
+def test_a_folder_that_cannot_be_listed_is_an_error_with_the_way_on(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "web/1.arrow")
+    put(tmp_path / "other/1.arrow")
+    listed = os.scandir
+
+    def scandir(path: Any) -> Any:  # root may read everything
+        if str(path).rstrip("/") == str(tmp_path / "web"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    text = refusal(tmp_path, *([place] if place else []))
+    assert "Permission denied" in text and "name the others with --datasets" in text
+    assert list_datasets(config(tmp_path, datasets=("other",)))

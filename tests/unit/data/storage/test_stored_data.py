@@ -125,6 +125,41 @@ def test_a_run_moves_between_a_disk_and_a_store(root: Path, tmp_path: Path, stor
     assert parts == first_steps(disk, 12)
 
 
+@pytest.mark.parametrize("suffix", ["npy", "bin", "idx.bin"])
+def test_a_sample_may_begin_with_the_separator_behind_the_last_token_of_a_file(
+    suffix: str, tmp_path: Path, store: ObjectStore
+) -> None:
+    folder = tmp_path / "data" / "web"
+    for number in range(12):  # documents of 15 tokens and the separator: every sample ends with a separator
+        write_flat(folder / f"{number:02}.{suffix}", [[number + 1] * 15] * 3, version=1 if suffix == "bin" else None)
+    disk = settings(tmp_path / "data", tmp_path)
+    stored = replace(disk, data_path=store.upload(tmp_path / "data", tmp_path.name), index_path=str(tmp_path / "other"))
+    for length in (16, 15, 17):
+        assert first_steps(replace(disk, seq_length=length), 12) == first_steps(replace(stored, seq_length=length), 12)
+
+
+def test_chunks_under_other_names_and_links_in_the_cache_give_no_wrong_byte(
+    root: Path, tmp_path: Path, store: ObjectStore
+) -> None:
+    folder = tmp_path / "cache"
+    config = settings(store.upload(root, tmp_path.name), tmp_path, data_cache_path=str(folder))
+    expected = first_steps(config)
+    chunks = sorted((folder / "chunks").glob("??/*.chunk"))
+    assert len(chunks) > 1
+    contents = [chunk.read_bytes() for chunk in chunks]
+    for chunk, content in zip(chunks, contents[1:] + contents[:1], strict=True):
+        chunk.write_bytes(content)  # whole, and of another chunk
+    chunk_cache.cache_clear()
+    assert first_steps(config) == expected
+    kept = tmp_path / "kept"
+    kept.write_bytes(b"the user's own")
+    for chunk in sorted((folder / "chunks").glob("??/*.chunk")):
+        chunk.unlink()
+        chunk.symlink_to(kept)
+    chunk_cache.cache_clear()
+    assert first_steps(config) == expected and kept.read_bytes() == b"the user's own"
+
+
 def write_saved(folder: Path) -> None:
     """Write a folder of `save_to_disk` with a cache in it."""
     folder.mkdir(parents=True)

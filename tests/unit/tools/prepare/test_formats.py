@@ -139,6 +139,8 @@ FORMATS: list[tuple[str, bytes, str, str]] = [
     ("a.csv", b"text\na\n", "it is CSV, which", "to_parquet"),
     ("a.tsv.gz", gzip.compress(b"text\na\n"), "it is TSV inside gzip", "sep='\\t', quoting=3, dtype=str"),
     ("a.npy", b"\x93NUMPY\1\0", "a NumPy file", ".npy"),
+    (".hidden", b"PK\3\4", "a zip archive", "/hidden-unpacked"),
+    ("archive", b"PK\3\4", "a zip archive", "/archive-unpacked"),
     ("a.txt", "text".encode("utf-16"), "UTF-16", "iconv -f UTF-16 -t UTF-8"),
     ("a.jsonl", POINTER, "a Git LFS pointer", "git lfs pull"),
     *((f"a.txt{ending}", b"", f"ends with {ending}", "Fetch it again") for ending in ENDINGS[1:]),
@@ -200,7 +202,7 @@ def test_the_command_that_unpacks_makes_a_folder_that_is_read(tmp_path: Path) ->
         one(place / "a.tar", TAR)
     command = str(error.value).partition("give the folder: ")[2]
     subprocess.run(command, shell=True, check=True)
-    assert (place / "a" / "a.jsonl").read_bytes() == LINES
+    assert (place / "a.tar-unpacked" / "a.jsonl").read_bytes() == LINES
 
 
 # Parquet and Arrow files: text and token ids, a document per row
