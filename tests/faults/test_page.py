@@ -62,6 +62,7 @@ FAULTS = {
     "unit/checkpoint/test_lease.py": ["a lease with a wrong clock, or of another boot"],
     "unit/checkpoint/test_retention.py": ["files and copies of the user among checkpoints, and beside their files"],
     "unit/checkpoint/test_own_checkpoints.py": ["the same, and the mirror no longer holds what the run gave up"],
+    "unit/data/storage/test_dataset_files.py": ["files under two names in one run"],
     "unit/data/storage/test_stored_data.py": [
         "a store with the data fails, is slow or cuts; an object is replaced; the disk of its cache is full or damaged"
     ],
